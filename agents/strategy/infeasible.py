@@ -1,0 +1,94 @@
+"""When nothing fits: the smallest change of hardware or recipe that would."""
+
+from __future__ import annotations
+
+from shardwright.agents.strategy.oracle import Priced
+from shardwright.agents.strategy.words import gib, term
+from shardwright.schemas.cluster import ClusterSpec, LinkSpec
+from shardwright.schemas.errors import InfeasibleError
+from shardwright.schemas.lora import LoraTarget
+from shardwright.schemas.profile import CheckpointProfile
+from shardwright.schemas.recipe import Recipe
+from shardwright.search_spaces.cost import workload
+from shardwright.search_spaces.cost.fusion import FusedProviders
+from shardwright.search_spaces.cost.memory import memory_report
+from shardwright.search_spaces.space import legal_strategies
+
+LARGEST_WORLD = 4096
+SHORTEST_SEQUENCE = 128
+
+
+def infeasible(
+    profile: CheckpointProfile,
+    recipe: Recipe,
+    cluster: ClusterSpec,
+    targets: tuple[LoraTarget, ...],
+    leanest: Priced,
+) -> InfeasibleError:
+    """The error for a cluster on which even the leanest legal strategy does not fit."""
+    memory = leanest.cost.memory
+    alive = [c for c in memory.components if memory.peak_moment in c.moments]
+    largest = max(alive, key=lambda c: c.bytes)
+    changes = [f"devices with {gib(memory.reserved_bytes)} usable memory"]
+    if world := smallest_world(profile, recipe, cluster, targets):
+        changes.insert(0, f"{world} of these devices")
+    if tokens := longest_sequence(profile, recipe, cluster, targets):
+        changes.append(f"sequence_tokens = {tokens}")
+    return InfeasibleError(
+        "memory",
+        f"no legal plan fits: the leanest, {leanest.strategy.text()}, needs {gib(memory.reserved_bytes)} of "
+        f"{gib(memory.budget_bytes)} a rank, most of it {term(largest.name)} ({gib(largest.bytes)})",
+        where=f"{profile.architecture} on {cluster.world_size} × {cluster.device.name}",
+        next_action="smallest changes that would fit: " + "; or ".join(changes),
+    )
+
+
+def smallest_world(
+    profile: CheckpointProfile, recipe: Recipe, cluster: ClusterSpec, targets: tuple[LoraTarget, ...]
+) -> int | None:
+    """The fewest devices, by doubling, on which a plan fits; the batch grows to cover them.
+
+    Doubling stops at ``LARGEST_WORLD``; ``None`` where nothing up to there fits.
+    """
+    world = cluster.world_size * 2
+    while world <= LARGEST_WORLD:
+        batch = recipe.batch.global_batch_sequences
+        covering = recipe.batch.model_copy(update={"global_batch_sequences": -(-batch // world) * world})
+        if fits(profile, recipe.model_copy(update={"batch": covering}), grown(cluster, world), targets):
+            return world
+        world *= 2
+    return None
+
+
+def longest_sequence(
+    profile: CheckpointProfile, recipe: Recipe, cluster: ClusterSpec, targets: tuple[LoraTarget, ...]
+) -> int | None:
+    """The longest sequence, by halving, with which a plan fits this cluster."""
+    tokens = recipe.batch.sequence_tokens // 2
+    while tokens >= SHORTEST_SEQUENCE:
+        shorter = recipe.batch.model_copy(update={"sequence_tokens": tokens})
+        if fits(profile, recipe.model_copy(update={"batch": shorter}), cluster, targets):
+            return tokens
+        tokens //= 2
+    return None
+
+
+def fits(profile: CheckpointProfile, recipe: Recipe, cluster: ClusterSpec, targets: tuple[LoraTarget, ...]) -> bool:
+    """Whether any legal strategy stays within the budget, by memory alone."""
+    work, eager = workload(profile, recipe, targets), FusedProviders()
+    return any(
+        memory_report(work, cluster, strategy, eager).fits for strategy in legal_strategies(profile, recipe, cluster)
+    )
+
+
+def grown(cluster: ClusterSpec, world: int) -> ClusterSpec:
+    """More of the same devices, eight to a node at least; links are placeholders, memory does not read them."""
+    per_node = min(world, max(cluster.devices_per_node, 8))
+    while world % per_node:
+        per_node -= 1
+    links = {link.name: link for link in cluster.links}
+    for name in ("intra_node", "inter_node"):
+        links.setdefault(name, LinkSpec(name=name, bandwidth_bytes_per_s=1e9, latency_s=0))
+    return cluster.model_copy(
+        update={"devices_per_node": per_node, "nodes": world // per_node, "links": tuple(links.values())}
+    )

@@ -1,0 +1,78 @@
+"""The front of step time, memory and device-hours, and why each rival lost."""
+
+from __future__ import annotations
+
+from shardwright.agents.strategy.oracle import Priced
+from shardwright.agents.strategy.words import gib, milliseconds, term
+from shardwright.schemas.plan import Alternative
+
+SHOWN = 8
+"""Rivals in a plan at most."""
+
+
+def objectives(plan: Priced) -> tuple[float, float, float]:
+    """What is minimised: step time, reserved memory, device-hours."""
+    return plan.cost.time.step_ms, float(plan.cost.memory.reserved_bytes), plan.cost.gpu_hours
+
+
+def dominates(one: Priced, other: Priced) -> bool:
+    """No worse in every objective and better in one."""
+    left, right = objectives(one), objectives(other)
+    return left != right and all(a <= b for a, b in zip(left, right, strict=True))
+
+
+def front(plans: tuple[Priced, ...]) -> tuple[Priced, ...]:
+    """Plans that fit and that no fitting plan dominates, in the given order."""
+    fitting = [plan for plan in plans if plan.cost.feasible]
+    return tuple(plan for plan in fitting if not any(dominates(other, plan) for other in fitting))
+
+
+def alternatives(ranked: tuple[Priced, ...]) -> tuple[Alternative, ...]:
+    """Rivals of the first plan: the rest of the front, then the next best, best first."""
+    best, rivals = ranked[0], ranked[1:]
+    on_front = {id(plan) for plan in front(ranked)}
+    chosen = [plan for plan in rivals if id(plan) in on_front][: SHOWN // 2]
+    chosen += [plan for plan in rivals if id(plan) not in on_front][: SHOWN - len(chosen)]
+    return tuple(
+        Alternative(
+            strategy=plan.strategy,
+            step_ms=plan.cost.time.step_ms,
+            reserved_bytes=plan.cost.memory.reserved_bytes,
+            gpu_hours=plan.cost.gpu_hours,
+            feasible=plan.cost.feasible,
+            pareto=id(plan) in on_front,
+            lost_because=lost_because(best, plan),
+        )
+        for plan in sorted(chosen, key=lambda plan: plan.rank_key)
+    )
+
+
+def lost_because(best: Priced, rival: Priced) -> str:
+    """One sentence with the numbers that decided."""
+    memory = rival.cost.memory
+    if not rival.cost.feasible:
+        fullest = max(memory.components, key=lambda c: c.bytes if memory.peak_moment in c.moments else -1)
+        return (
+            f"does not fit: {gib(memory.reserved_bytes)} of {gib(memory.budget_bytes)} a rank, "
+            f"most of it {term(fullest.name)} ({gib(fullest.bytes)})"
+        )
+    if not rival.within_margin and best.within_margin:
+        return f"fills {memory.fraction:.0%} of memory, beyond the safety margin of 95%"
+    extra = rival.cost.time.step_ms - best.cost.time.step_ms
+    if extra == 0:
+        more = memory.reserved_bytes - best.cost.memory.reserved_bytes
+        return f"as fast, with {gib(more)} more memory" if more > 0 else "equal in time and memory; listed later"
+    if extra < 0:
+        return f"{milliseconds(-extra)} faster, with less memory margin"
+    name, difference = slower_term(best, rival)
+    return (
+        f"{extra / best.cost.time.step_ms:.1%} slower ({milliseconds(extra)}): "
+        f"{term(name)} takes {milliseconds(difference)} more"
+    )
+
+
+def slower_term(best: Priced, rival: Priced) -> tuple[str, float]:
+    """The time term that grew most from best to rival, and by how many milliseconds."""
+    ours = {c.name: c.milliseconds for c in best.cost.time.components if c.kind != "hidden_communication"}
+    theirs = {c.name: c.milliseconds for c in rival.cost.time.components if c.kind != "hidden_communication"}
+    return max(((name, ms - ours.get(name, 0.0)) for name, ms in theirs.items()), key=lambda item: item[1])

@@ -1,0 +1,49 @@
+"""Numbers and terms of the cost model in plain words."""
+
+from __future__ import annotations
+
+GIB = 2**30
+
+TERMS = {
+    "frozen_base": "the frozen base",
+    "gather_buffers": "gathered layers",
+    "gather_staging": "the all-gather buffer",
+    "gathered_root": "the gathered embedding and head",
+    "activations": "activations",
+    "recomputed_layer": "the recomputed layer",
+    "loss": "logits and loss",
+    "dispatch_buffers": "expert dispatch buffers",
+    "adapter_parameters": "adapters",
+    "adapter_gradients": "adapter gradients",
+    "optimizer_state": "optimizer state",
+    "runtime_reserve": "the process itself",
+    "experts": "the experts' products",
+    "expert_rows": "sorting and combining routed rows",
+    "dense_linears": "attention and other dense products",
+    "attention": "attention scores",
+    "norms": "norms",
+    "residual_and_rotary": "residual adds and rotary embedding",
+    "adapters": "adapter products",
+    "head_and_loss": "head and loss",
+    "recompute": "recomputation",
+    "weight_gathers": "gathering weights",
+    "weight_gathers_hidden": "gathering weights behind computation",
+    "expert_all_to_all": "exchanging routed rows",
+    "optimizer": "the optimizer",
+    "launch": "launching operators",
+}
+
+
+def term(name: str) -> str:
+    """A component's name in words."""
+    return TERMS.get(name, name.replace("_", " "))
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB, or MiB below 0.1 GiB."""
+    return f"{size / GIB:.2f} GiB" if abs(size) >= 0.1 * GIB else f"{size / 2**20:.1f} MiB"
+
+
+def milliseconds(value: float) -> str:
+    """Milliseconds, or seconds from 1 s up."""
+    return f"{value / 1e3:.2f} s" if value >= 1e3 else f"{value:.3g} ms"

@@ -1,0 +1,1 @@
+"""Structure parsing: a checkpoint's graph, the fusions found in it, and the proof that each is legal."""

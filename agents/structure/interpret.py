@@ -1,0 +1,90 @@
+"""Run a traced region on real fp64 tensors of small sizes.
+
+The traced nodes run, not the canonical ones, so the result does not depend on the canonical form being right. Floating
+casts become fp64: what is compared is the function, not its rounding (rounding is the matter of dtype and re-trace).
+
+Sizes above ``LARGE`` are replaced by small ones, the same everywhere, a doubled size by the doubled small one.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwright.agents.structure.region import Region
+
+LARGE = 256
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_SHAPE_OPS = frozenset(
+    {"view", "reshape", "_unsafe_view", "expand", "slice", "narrow", "split", "split_with_sizes", "unflatten", "clamp"}
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Captured size → size in the test."""
+
+    small: dict[int, int]
+
+    def of(self, size: int) -> int:
+        return self.small.get(size, size)
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.of(s) for s in shape)
+
+
+def choose_sizes(region: Region) -> Sizes:
+    """Small sizes for the large dimensions of a region's values."""
+    found: set[int] = set()
+    for node in (*region.border, *region.nodes):
+        value = node.meta.get("val")
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, torch.Tensor):
+                found |= {int(s) for s in tensor.shape if int(s) > LARGE}
+    small: dict[int, int] = {}
+    for position, size in enumerate(sorted(found)):
+        half = size // 2
+        small[size] = 2 * small[half] if size % 2 == 0 and half in small else 16 * (position + 2) + 8
+    return Sizes(small)
+
+
+class Fp64Region(torch.nn.Module):
+    """The region as a function of fp64 (or integer) tensors by role."""
+
+    def __init__(self, region: Region, sizes: Sizes) -> None:
+        super().__init__()
+        self.region, self.sizes = region, sizes
+
+    def forward(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        env: dict[fx.Node, Any] = {node: values[role] for node, role in self.region.border.items()}
+        for node in self.region.nodes:
+            env[node] = self._run(node, env)
+        return {role: env[node] for role, node in self.region.result.items()}
+
+    def _run(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        if node.target is operator.getitem:
+            return env[node.args[0]][node.args[1]]  # type: ignore[index]
+        assert isinstance(node.target, torch._ops.OpOverload), f"{node.target} has no fp64 meaning"
+        name = node.target._schema.name.split("::")[-1]
+        rescale = name in _SHAPE_OPS
+
+        def plain(value: Any, is_size: bool) -> Any:
+            if isinstance(value, fx.Node):
+                return env[value]
+            if isinstance(value, torch.dtype):
+                return torch.float64 if value in _FLOATS else value
+            if isinstance(value, torch.device):
+                return torch.device("cpu")
+            if isinstance(value, int) and not isinstance(value, bool) and is_size:
+                return self.sizes.of(value + 1) - 1 if name == "clamp" else self.sizes.of(value)
+            if isinstance(value, (list, tuple)):
+                return [plain(v, is_size) for v in value]
+            return value
+
+        args = [plain(a, rescale) for a in node.args]
+        kwargs = {k: plain(v, rescale) for k, v in node.kwargs.items()}
+        return node.target(*args, **kwargs)

@@ -1,0 +1,206 @@
+"""Providers of a region on a target device: time from counted work, or a measured time where there is one.
+
+The base is frozen, so backward is the gradient of activations alone.
+Legend: T tokens of one sequence on one rank.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardwright.agents.structure.kernel_oracle import OPERANDS
+from shardwright.agents.structure.patterns.base import Match, VariantSpec
+from shardwright.schemas.cluster import ClusterSpec
+from shardwright.schemas.errors import KernelError
+from shardwright.schemas.fusion import Gain, Variant
+from shardwright.schemas.ops import EvidenceOrigin, MeasuredTime, OpCost, PassCost, PassName
+from shardwright.schemas.profile import CheckpointProfile
+from shardwright.schemas.recipe import Recipe
+from shardwright.search_spaces.cost.compute import flops_rate, op_time_ms
+from shardwright.search_spaces.providers import provider_cost
+
+MODELLED_PASS: PassName = "fwd+dx"
+MEASURED_PASSES: tuple[PassName, ...] = ("fwd+dx", "fwd+bwd")
+"""Passes of a measured time that may stand for a step, best first."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What regions are ranked for."""
+
+    cluster: ClusterSpec
+    profile: CheckpointProfile
+    recipe: Recipe
+    evidence: tuple[Path, ...] = ()
+    """Files of measured times, JSON lines; a later file overrides an earlier one."""
+
+    @property
+    def tokens(self) -> int:
+        """One sequence: the smallest micro-batch of a rank."""
+        return self.recipe.batch.sequence_tokens
+
+    @property
+    def dtype(self) -> str:
+        return self.recipe.precision.base
+
+    @property
+    def packings(self) -> frozenset[str]:
+        return frozenset(packing.format for packing in self.profile.packing)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Time of one provider for one occurrence, forward and backward."""
+
+    time_ms: float
+    floor_ms: float
+    origin: EvidenceOrigin
+    basis: str
+
+
+def shipped_evidence() -> tuple[Path, ...]:
+    """Files of measured times that come with the package."""
+    from shardwright.kernels.evidence import SHIPPED
+
+    return tuple(sorted(SHIPPED.glob("*.jsonl")))
+
+
+def variants(match: Match, target: Target, *, adapted: bool) -> tuple[Variant, ...]:
+    """All ways to run a region with their gains; the fastest first, those that cannot be used last.
+
+    Args:
+        adapted: whether a LoRA target lies inside the region.
+    """
+    shape = match.pattern.cost_shape(match, target.tokens)
+    eager = timing(match.pattern.name, "eager", shape, target)
+    made = [_variant(match, spec, target, shape, eager, adapted) for spec in match.pattern.variants()]
+    return tuple(sorted(made, key=lambda v: (not v.available, v.gain.time_ms if v.gain else float("inf"), v.name)))
+
+
+def _variant(
+    match: Match, spec: VariantSpec, target: Target, shape: dict[str, int], eager: Timing, adapted: bool
+) -> Variant:
+    because = _unavailable(match, spec, target, adapted)
+    gain = None
+    if spec.provider != "shardwright" or registered(spec.op):
+        gain = _gain(match.pattern.name, spec.provider, shape, eager, target)
+    return Variant(
+        name=spec.name,
+        provider=spec.provider,
+        op=spec.op,
+        predicate=spec.predicate,
+        gain=gain,
+        available=not because,
+        unavailable_because=because,
+    )
+
+
+def _unavailable(match: Match, spec: VariantSpec, target: Target, adapted: bool) -> str:
+    """Why a variant cannot run here; empty where it can."""
+    device = target.cluster.device.type
+    if device not in spec.predicate.device_types:
+        return f"needs {' or '.join(spec.predicate.device_types)}; the cluster has {device}"
+    if spec.not_installable:
+        return spec.not_installable
+    if spec.forms and match.constants.get("form") not in spec.forms:
+        return f"computes {' or '.join(spec.forms)}; the region is {match.constants.get('form')}"
+    if refused := match.pattern.refuses(match, spec):
+        return refused
+    if adapted and spec.predicate.lora_inside is False:
+        return "a LoRA target lies inside the region"
+    if match.parameters and not target.packings <= {*spec.predicate.packing, "plain"}:
+        return f"weights are stored as {', '.join(sorted(target.packings))}"
+    if spec.provider == "shardwright":
+        return _outside_contract(match, spec.op, target) if registered(spec.op) else f"no operator {spec.op} exists"
+    return ""
+
+
+def _outside_contract(match: Match, op: str, target: Target) -> str:
+    """Why an operator's own contract refuses these sizes and formats; empty where it accepts them."""
+    contract = importlib.import_module(f"shardwright.kernels.{op}.contract")
+    dtype = getattr(torch, target.dtype)
+    tensors = []
+    for role in OPERANDS[op]:
+        spec = match.region.spec(role)
+        tensors.append(torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="meta"))
+        if not tensors[-1].is_contiguous():
+            return f"{role} has strides {list(spec.stride)}, and {op} takes contiguous tensors"
+    try:
+        contract.check_static(*tensors, match.constants["eps"])
+    except KernelError as error:
+        return error.what
+    return ""
+
+
+def registered(op: str) -> bool:
+    """Whether an operator of ours exists."""
+    from shardwright.kernels.registry import OPERATORS
+
+    return op in OPERATORS
+
+
+def counted(op: str, provider: str, shape: dict[str, int], dtype: str) -> OpCost:
+    """The counted work of a provider."""
+    if provider != "shardwright":
+        return provider_cost(op, provider, shape, dtype)
+    from shardwright.kernels.registry import operator
+
+    return operator(op).load_cost()(**shape, dtype=dtype)
+
+
+def timing(op: str, provider: str, shape: dict[str, int], target: Target) -> Timing:
+    """Measured where the evidence has this device, these sources and this size; modelled otherwise."""
+    seen = measured(op, provider, shape, target)
+    if seen is not None:
+        basis = f"measured on {seen.device}, {seen.date}, {seen.shape_bucket}, {seen.pass_name}, {seen.repeats} repeats"
+        return Timing(seen.median_ms, seen.floor_ms, "measured", basis)
+    cost, device = counted(op, provider, shape, target.dtype), target.cluster.device
+    sizes = ", ".join(f"{name} {size}" for name, size in shape.items())
+    basis = f"counted flops and bytes over the rates of {device.name}; {sizes}, {target.dtype}, {MODELLED_PASS}"
+    return Timing(op_time_ms(cost, device, MODELLED_PASS), floor_ms(cost, target), "modelled", basis)
+
+
+def _gain(op: str, provider: str, shape: dict[str, int], eager: Timing, target: Target) -> Gain:
+    own = eager if provider == "eager" else timing(op, provider, shape, target)
+    return Gain(
+        provider=provider,
+        time_ms=own.time_ms,
+        eager_ms=eager.time_ms,
+        floor_ms=own.floor_ms,
+        speedup=eager.time_ms / own.time_ms if own.time_ms > 0 else 1.0,
+        origin=own.origin if own.origin == eager.origin else "modelled",
+        basis=own.basis if own.origin == eager.origin else f"{own.basis}; eager: {eager.basis}",
+    )
+
+
+def floor_ms(cost: OpCost, target: Target) -> float:
+    """The least time that any implementation needs: floor bytes over bandwidth or floor flops over rate."""
+    device = target.cluster.device
+
+    def one(work: PassCost) -> float:
+        bytes_s = work.floor_bytes / device.memory_bandwidth_bytes_per_s
+        return 1e3 * max(bytes_s, work.floor_flops / flops_rate(device, cost.dtype))
+
+    return one(cost.forward) + (one(cost.backward) if cost.backward else 0.0)
+
+
+def measured(op: str, provider: str, shape: dict[str, int], target: Target) -> MeasuredTime | None:
+    """A measured time of this operator on this device, from the last file that has one."""
+    if not target.evidence or not registered(op):
+        return None
+    from shardwright.kernels.evidence import EvidenceStore, shape_bucket
+    from shardwright.kernels.registry import source_sha256
+
+    key, sources = shape_bucket(shape), source_sha256(op)
+    for pass_name in MEASURED_PASSES:
+        for path in reversed(target.evidence):
+            seen = EvidenceStore(path).lookup(
+                op, provider, pass_name, target.cluster.device.name, key, sources, target.dtype
+            )
+            if seen is not None:
+                return seen
+    return None

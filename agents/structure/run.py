@@ -1,0 +1,76 @@
+"""The structure stage: a checkpoint folder in; its graph, and fusions with proof, out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardwright.agents.structure.canonical import canonical_graphs, layer_graph, opaque_layer
+from shardwright.agents.structure.capture import capture_model
+from shardwright.agents.structure.facts import observe, versions
+from shardwright.agents.structure.propose import find_matches, propose
+from shardwright.agents.structure.rank import Target, shipped_evidence
+from shardwright.agents.structure.skeleton import SEQUENCE, find_layers
+from shardwright.schemas.cluster import ClusterSpec
+from shardwright.schemas.fusion import FusionProposal
+from shardwright.schemas.graph import OpGraph
+from shardwright.schemas.profile import CheckpointProfile
+from shardwright.schemas.recipe import Recipe
+
+CAPTURE_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class StructureResult:
+    """What structure parsing found."""
+
+    graph: OpGraph
+    proposals: tuple[FusionProposal, ...]
+
+
+def run_structure(
+    folder: Path,
+    profile: CheckpointProfile,
+    cluster: ClusterSpec,
+    recipe: Recipe,
+    evidence_path: Path | None = None,
+) -> StructureResult:
+    """Capture, match, certify, rank.
+
+    Args:
+        folder: the checkpoint; only config.json is read here.
+        profile: of the same checkpoint.
+        cluster: what variants are ranked for.
+        recipe: its LoRA targets decide what lies inside a region, its format what is costed.
+        evidence_path: measured times beside those that come with the package; both replace modelled ones.
+
+    Raises:
+        CheckpointError: ``unknown-architecture``, ``no-decoder-layers``.
+        LegalityError: a LoRA target matches nothing.
+        ClusterError: the device has no rate for the recipe's format.
+    """
+    from shardwright.checkpoints.build import build_on_meta
+    from shardwright.checkpoints.targets import resolve_targets
+
+    model = build_on_meta(folder, CAPTURE_DTYPE)
+    shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    targets = resolve_targets(shapes, recipe.lora, model_type=profile.model_type)
+    layers_path, layers = find_layers(model, profile.shape.num_layers)
+    units = [f"{layers_path}.{index}" for index in range(len(layers))]
+    facts = observe(model, units, targets, profile.tied_weights)
+    captured = capture_model(model, profile.layer_kinds, profile.shape.num_layers)
+    pairs = canonical_graphs(captured)
+    evidence = (*shipped_evidence(), *((evidence_path,) if evidence_path is not None else ()))
+    proposals = propose(find_matches(pairs), facts, Target(cluster, profile, recipe, evidence))
+    graphs = tuple(layer_graph(one, form) if form is not None else opaque_layer(one) for one, form in pairs)
+    found = versions()
+    graph = OpGraph(
+        layers=graphs,
+        torch_version=found["torch"],
+        transformers_version=found["transformers"],
+        capture_dtype=str(CAPTURE_DTYPE).removeprefix("torch."),
+        sequence_tokens=SEQUENCE,
+    )
+    return StructureResult(graph, proposals)

@@ -1,0 +1,102 @@
+"""The contract of a pattern as a test class: a new pattern's test inherits it and fills in examples.
+
+An example is a factory of a layer and its meta inputs. Positive examples pin the number of matches, all proved.
+Near misses must not lead to a legal certificate: either nothing matches, or the certificate refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, get_args
+
+import torch
+from torch import nn
+
+from shardwright.agents.structure.canonical import CanonicalGraph, canonical_graphs
+from shardwright.agents.structure.capture import CapturedGraph, capture_module
+from shardwright.agents.structure.certify import certify
+from shardwright.agents.structure.facts import ModelFacts, observe
+from shardwright.agents.structure.patterns.base import Match, Pattern
+from shardwright.schemas.fusion import Certificate, ObligationName
+
+Example = Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]
+
+LAYER = "layer"
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """An empty meta tensor."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+class Root(nn.Module):
+    """A model of one layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+
+Pairs = tuple[tuple[CapturedGraph, CanonicalGraph], ...]
+
+
+def captured_examples(example: Example) -> tuple[Pairs, ModelFacts]:
+    """Build and observe an example's layer as ``layer`` of a model; capture it, and the experts inside it."""
+    with torch.device("meta"):
+        layer, tensors = example()
+    layer = layer.to(torch.bfloat16)
+    facts = observe(Root(layer), [LAYER], ())
+    pairs = canonical_graphs(capture_module(layer, tensors, "example", LAYER))
+    whole = []
+    for captured, canonical in pairs:
+        assert canonical is not None, captured.reason
+        whole.append((captured, canonical))
+    return tuple(whole), facts
+
+
+def captured_example(example: Example) -> tuple[CapturedGraph, CanonicalGraph, ModelFacts]:
+    """The layer's own graph of :func:`captured_examples`."""
+    pairs, facts = captured_examples(example)
+    return (*pairs[0], facts)
+
+
+class PatternContract:
+    """Inherit, set ``pattern``, ``positives`` and ``near_misses``."""
+
+    pattern: ClassVar[Pattern]
+    positives: ClassVar[dict[str, tuple[Example, int]]]
+    """Name → example and its number of matches."""
+    near_misses: ClassVar[dict[str, Example]]
+
+    def found(self, example: Example) -> list[tuple[Match, Certificate]]:
+        pairs, facts = captured_examples(example)
+        return [(match, certify(match, facts)) for pair in pairs for match in self.pattern.find(*pair)]
+
+    def test_positives_match_as_often_as_pinned(self) -> None:
+        for name, (example, count) in self.positives.items():
+            assert len(self.found(example)) == count, name
+
+    def test_positives_are_proved(self) -> None:
+        for name, (example, _) in self.positives.items():
+            for _, certificate in self.found(example):
+                assert certificate.legal, f"{name}: {certificate.refused_because()}"
+
+    def test_certificates_are_complete(self) -> None:
+        for name, (example, _) in self.positives.items():
+            for _, certificate in self.found(example):
+                assert [o.name for o in certificate.obligations] == list(get_args(ObligationName)), name
+                assert all(o.evidence for o in certificate.obligations), name
+                assert certificate.matched_nodes and certificate.environment["torch"], name
+                assert not any(line.startswith("/") for line in certificate.source_lines), name
+
+    def test_near_misses_are_refused(self) -> None:
+        for name, example in self.near_misses.items():
+            for _, certificate in self.found(example):
+                assert not certificate.legal, name
+                assert certificate.refused_because(), name
+
+    def test_capture_is_deterministic(self) -> None:
+        for name, (example, _) in self.positives.items():
+            first, second = ([graph for _, graph in captured_examples(example)[0]] for _ in range(2))
+            assert [g.nodes for g in first] == [g.nodes for g in second], name
+            assert [g.digest for g in first] == [g.digest for g in second], name

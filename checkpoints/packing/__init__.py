@@ -1,0 +1,1 @@
+"""Storage formats of weights: which tensors belong together, and how many logical weights they hold."""

@@ -1,0 +1,94 @@
+"""The sizes that costs and legality need, from config.json: one meaning, many spellings.
+
+Spellings follow the model families' published configurations (four for the number of experts, six for top-k).
+"""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from shardwright.checkpoints.config import CONFIG_FILE, ModelConfig
+from shardwright.checkpoints.layouts import LAYOUTS
+from shardwright.schemas.errors import CheckpointError
+from shardwright.schemas.profile import ModelShape
+from shardwright.schemas.validation import explain
+
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+TOP_K = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_k",
+    "moe_top_k",
+    "top_k_experts",
+)
+EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size")
+DENSE_WIDTH = ("dense_intermediate_size", "intermediate_size_mlp")
+SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+HIDDEN = ("hidden_size", "d_model", "n_embd")
+HEADS = ("num_attention_heads", "n_head", "n_heads")
+
+
+def model_shape(config: ModelConfig) -> ModelShape:
+    """Sizes of the language model.
+
+    Raises:
+        CheckpointError: ``config-contradiction`` when a size is missing, or not a size, or two contradict.
+    """
+    heads = config.count(*HEADS)
+    hidden = config.count(*HIDDEN)
+    experts = _first(config, EXPERTS)
+    top_k = _first(config, TOP_K)
+    if experts and not 0 < top_k <= experts:
+        raise CheckpointError(
+            "config-contradiction",
+            f"{experts} experts of which {top_k} are used for one token",
+            where=str(config.folder / CONFIG_FILE),
+            next_action="correct config.json or fetch it again",
+        )
+    width = config.count("intermediate_size", "ffn_hidden_size")
+    expert_width = _first(config, EXPERT_WIDTH)
+    dense_width = _first(config, DENSE_WIDTH)
+    layout = LAYOUTS.get(config.text_model_type)
+    try:
+        return ModelShape(
+            hidden_size=hidden,
+            num_layers=config.count(*LAYERS),
+            vocab_size=config.count("vocab_size"),
+            num_attention_heads=heads,
+            num_key_value_heads=config.count("num_key_value_heads", "num_kv_heads", default=heads),
+            head_dim=_head_dim(config, hidden, heads),
+            dense_intermediate_size=dense_width or (width if expert_width or not experts else 0),
+            expert_intermediate_size=(expert_width or width) if experts else 0,
+            num_experts=experts,
+            experts_per_token=top_k if experts else 0,
+            num_shared_experts=_first(config, SHARED) or int(_first(config, SHARED_WIDTH) > 0),
+            tie_word_embeddings=config.tie_word_embeddings,
+            max_position_tokens=config.count("max_position_embeddings"),
+            gated_mlp=layout.gated if layout else True,
+        )
+    except ValidationError as error:
+        raise CheckpointError(
+            "config-contradiction",
+            explain(error),
+            where=str(config.folder / CONFIG_FILE),
+            next_action="correct config.json or fetch it again",
+        ) from error
+
+
+def _first(config: ModelConfig, names: tuple[str, ...]) -> int:
+    """A count whose value may be a list (one for each expert pool); its first entry is the text pool's."""
+    value = config.get(*names)
+    if isinstance(value, list) and value and all(isinstance(item, int) and item >= 0 for item in value):
+        return int(value[0])
+    return config.count(*names)
+
+
+def _head_dim(config: ModelConfig, hidden: int, heads: int) -> int:
+    """Width of one head's query: given, or the two parts of latent attention, or hidden / heads."""
+    latent = config.count("qk_nope_head_dim") + config.count("qk_rope_head_dim")
+    if config.get("kv_lora_rank") is not None and latent:
+        return latent
+    return config.count("head_dim", default=hidden // heads if heads else 0)

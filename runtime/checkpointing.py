@@ -1,0 +1,85 @@
+"""Activation checkpointing by decoder layer, with the routing of the forward kept.
+
+A recomputed router can choose other experts than the forward did (ties, noise, non-deterministic kernels); the gradient
+would then belong to a function that was never evaluated. So the forward keeps what every ``topk`` chose, and the
+recomputation takes the same entries of its own scores: same experts, and scores that stay differentiable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from shardwright.runtime.experts.balance import LoadMeter
+
+CHOOSERS = frozenset({torch.topk, Tensor.topk})
+
+
+class _Routing(TorchFunctionMode):
+    """Turns every ``topk`` into a choice and a differentiable look-up of the chosen scores.
+
+    The first pass makes the choices and remembers them in order; a replay takes them as they were. Both passes record
+    the same graph, which the checkpoint requires.
+    """
+
+    def __init__(self, chosen: list[Tensor], replay: bool) -> None:
+        super().__init__()
+        self.chosen, self.replay, self.place = chosen, replay, 0
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in CHOOSERS:
+            return func(*args, **kwargs)
+        call = _Call(*args, **kwargs)
+        if not self.replay:
+            with torch.no_grad():
+                self.chosen.append(func(*args, **kwargs).indices)
+        indices = self.chosen[self.place].clone()
+        self.place += 1
+        return torch.return_types.topk((call.input.gather(call.dim, indices), indices))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of ``torch.topk``, in its own order and under its own names."""
+
+    input: Tensor
+    k: int
+    dim: int = -1
+    largest: bool = True
+    sorted: bool = True
+
+
+class CheckpointedForward:
+    """Runs a layer's own forward under a checkpoint while gradients are on."""
+
+    def __init__(self, layer: nn.Module, meter: LoadMeter) -> None:
+        self.original: Callable[..., Any] = layer.forward
+        self.meter = meter
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        return checkpoint(self.original, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        chosen: list[Tensor] = []
+        return _Routing(chosen, replay=False), self._again(chosen)
+
+    @contextmanager
+    def _again(self, chosen: list[Tensor]) -> Iterator[None]:
+        with self.meter.record(False), _Routing(chosen, replay=True):
+            yield
+
+
+def checkpoint_layers(layers: list[nn.Module], meter: LoadMeter) -> None:
+    """Checkpoint each layer; call before ``fully_shard``, so that its hooks stay outside."""
+    for layer in layers:
+        layer.forward = CheckpointedForward(layer, meter)

@@ -1,0 +1,1 @@
+"""Checks that end a run: after load, after the first step, after export."""

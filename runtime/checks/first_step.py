@@ -1,0 +1,115 @@
+"""The checks around the first step, in order: reference, loss and norm before the step is applied, then its effect."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.runtime.agree import on_first_rank
+from shardwright.runtime.checks.fusions import fusions_equal
+from shardwright.runtime.checks.layers import layers_equal
+from shardwright.runtime.checks.load import all_loaded, same_loss
+from shardwright.runtime.checks.step import adapters_moved, base_unchanged, digests, replicas_agree, same_norm
+from shardwright.runtime.device import available_host_bytes
+from shardwright.runtime.lora.init import initial_box
+from shardwright.runtime.lora.inject import adapter_names, adapter_shapes
+from shardwright.runtime.metrics import say
+from shardwright.runtime.parallelize import DTYPES
+from shardwright.runtime.reference import ReferenceStep, add_plain_lora, load_plain, reference_step
+from shardwright.runtime.train import Gradient, Trainer
+from shardwright.schemas.run import CheckResult
+
+WHOLE_MODEL_SHARE = 0.5
+"""The plain model is run whole where its weights take at most this share of the host memory that is free."""
+
+
+class FirstStep:
+    """Holds what must be compared across the first step."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.live = trainer, trainer.live
+        self.base = trainer.recipe.precision.base
+        self.reference: ReferenceStep | None = None
+        self.base_before: dict[str, tuple[int, int]] = {}
+        self.b_before: dict[str, Tensor] = {}
+
+    def before(self) -> tuple[CheckResult, ...]:
+        """After load: everything finite. Then the reference of the first batch, in one process, where it fits."""
+        loaded = all_loaded(self.live.model)
+        sound = on_all(loaded.passed)
+        self.base_before = digests(self.live.parameters, adapters=False)
+        self.b_before = {
+            name: owned.local().clone() for name, owned in self.live.adapters.items() if name.endswith("lora_b")
+        }
+        if not sound:
+            return (loaded,)
+        fused = fusions_equal(self.trainer)
+        if on_first_rank(self._whole_fits):
+            self.reference = on_first_rank(self._reference)
+            return (loaded, *fused)
+        return (loaded, *fused, *layers_equal(self.trainer))
+
+    def _whole_fits(self) -> bool:
+        parameters = sum(torch.Size(owned.shape).numel() for owned in self.live.parameters.values())
+        needed, free = parameters * DTYPES[self.base].itemsize, available_host_bytes()
+        fits = needed <= WHOLE_MODEL_SHARE * free
+        say(
+            f"reference: the plain model takes {needed / 1e9:.2f} GB of {free / 1e9:.2f} GB free host memory, "
+            + ("it is run whole" if fits else "each kind of layer is compared alone")
+        )
+        return fits
+
+    def _reference(self) -> ReferenceStep:
+        """Plain transformers and plain LoRA over the first global batch; other ranks wait, so all cores are used."""
+        files, decision = self.live.files, self.trainer.plan.decision
+        device = self.trainer.device.torch_device
+        threads = torch.get_num_threads()
+        torch.set_num_threads(threads * (self.trainer.ranks.world if device.type == "cpu" else 1))
+        try:
+            model, _ = load_plain(files.folder, DTYPES[self.base], device)
+            adapters = initial_adapters(self.trainer)
+            leaves = add_plain_lora(model, decision.lora_targets, adapters, files.config.text_model_type)
+            return reference_step(model, leaves, self.trainer.batches.global_batch(1), device)
+        finally:
+            torch.set_num_threads(threads)
+
+    def on_gradient(self, gradient: Gradient) -> tuple[CheckResult, ...]:
+        """Loss and gradient norm of the first batch, before anything is changed."""
+        if self.reference is None:
+            return ()
+        return (
+            same_loss(gradient.loss, self.reference.loss, self.base),
+            same_norm(gradient.norm, self.reference.grad_norm, self.base),
+        )
+
+    def after(self, gradient: Gradient) -> tuple[CheckResult, ...]:
+        """What the step changed, and what it must not have changed."""
+        parameters = self.live.parameters
+        after = digests(parameters, adapters=False)
+        return (
+            adapters_moved(self.b_before, parameters, gradient.loads),
+            base_unchanged(self.base_before, after),
+            replicas_agree(parameters, self.trainer.ranks),
+        )
+
+
+def initial_adapters(trainer: Trainer) -> dict[str, Tensor]:
+    """Whole adapters as they are before the first step, made again from their seeds."""
+    recipe = trainer.recipe
+    made = {}
+    for target in trainer.plan.decision.lora_targets:
+        for name, shape in zip(adapter_names(target), adapter_shapes(target), strict=True):
+            box = tuple((0, size) for size in shape)
+            value = initial_box(recipe.seeds.lora, name, shape, box)
+            made[name] = value.to(trainer.device.torch_device, DTYPES[recipe.precision.adapter])
+    return made
+
+
+def on_all(passed: bool) -> bool:
+    """Whether every rank passed."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return passed
+    seen: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(seen, passed)
+    return all(seen)

@@ -1,0 +1,131 @@
+"""By layer, where the plain model does not fit one process: each kind of layer with its real weights.
+
+The sharded layer runs on rank 0's first micro-batch, its inputs and output are kept, and a single-process layer of
+transformers with the whole weights runs on the same inputs. Then the same upstream gradient goes back through both and
+the adapters' gradients are compared by their norm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.checkpoints.build import build_from_config
+from shardwright.checkpoints.reader import ShardReader, read_parameter
+from shardwright.runtime.agree import on_first_rank
+from shardwright.runtime.checks.compare import LOSS_TOLERANCE, NORM_TOLERANCE, relative
+from shardwright.runtime.lora.init import initial_box
+from shardwright.runtime.lora.inject import adapter_names, adapter_shapes
+from shardwright.runtime.losses import logits_of
+from shardwright.runtime.parallelize import DTYPES, decoder_layers
+from shardwright.runtime.reference import add_plain_lora
+from shardwright.runtime.train import Trainer
+from shardwright.schemas.run import CheckResult
+
+
+def layers_equal(trainer: Trainer) -> tuple[CheckResult, ...]:
+    """One check for each kind of decoder layer; every rank takes part in the sharded side."""
+    layers = decoder_layers(trainer.live.model)
+    chosen = first_of_each_kind(layers)
+    ids = trainer.batches.micro_batches(1, trainer.ranks.data_rank)[0].to(trainer.device.torch_device)
+    seen: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    hooks = [
+        layers[name].register_forward_pre_hook(_keep(seen, name), with_kwargs=True, prepend=True) for name in chosen
+    ]
+    with torch.no_grad():
+        logits_of(trainer.live.model, ids)
+    for hook in hooks:
+        hook.remove()
+    return tuple(_compare(trainer, name, layers[name], *seen[name]) for name in chosen)
+
+
+def first_of_each_kind(layers: dict[str, nn.Module]) -> list[str]:
+    """Layers that differ in their class or in the names and shapes of their parameters."""
+    kinds: dict[tuple[Any, ...], str] = {}
+    for name, layer in layers.items():
+        shapes = tuple((leaf, tuple(value.shape)) for leaf, value in layer.named_parameters())
+        kinds.setdefault((type(layer).__name__, shapes), name)
+    return list(kinds.values())
+
+
+def _keep(seen: dict[str, tuple[tuple[Any, ...], dict[str, Any]]], name: str) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen[name] = (_detached(args), _detached(kwargs))
+
+    return hook
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, (tuple, list)):
+        return type(value)(_detached(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _detached(item) for key, item in value.items()}
+    return value
+
+
+def _compare(
+    trainer: Trainer, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CheckResult:
+    base = trainer.recipe.precision.base
+    trainer.optimizer.clear()
+    ours = _output(layer(*args, **kwargs))
+    upstream = torch.randn(ours.shape, generator=torch.Generator().manual_seed(0)).to(ours)
+    ours.backward(upstream if trainer.ranks.rank == 0 else torch.zeros_like(upstream))
+    mine = {key: grad for key, owned in trainer.optimizer.adapters.items() if (grad := owned.local_grad()) is not None}
+    norm = trainer.optimizer.global_norm(mine)
+    trainer.optimizer.clear()
+
+    def plain() -> tuple[float, float]:
+        theirs, plain_norm = _plain_layer(trainer, name, args, kwargs, upstream)
+        error = (ours.detach().float() - theirs.float()).abs().max() / theirs.float().abs().max()
+        return float(error), plain_norm
+
+    error, plain_norm = on_first_rank(plain)
+    norm_error = relative(norm, plain_norm)
+    return CheckResult(
+        stage="load",
+        name=f"layer-equal:{name}",
+        passed=error <= LOSS_TOLERANCE[base] and norm_error <= NORM_TOLERANCE[base],
+        evidence=f"output of {name} differs from the plain layer's by {error:.1e} of its largest value, adapter "
+        f"gradient norm {norm:.6g} against {plain_norm:.6g} ({norm_error:.1e})",
+        scope="by_layer",
+    )
+
+
+def _output(value: Any) -> Tensor:
+    return value[0] if isinstance(value, tuple) else value
+
+
+def _plain_layer(
+    trainer: Trainer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], upstream: Tensor
+) -> tuple[Tensor, float]:
+    """Output and adapter-gradient norm of one whole layer in this process."""
+    files, decision = trainer.live.files, trainer.plan.decision
+    device, dtype = trainer.device.torch_device, DTYPES[decision.recipe.precision.base]
+    model = build_from_config(files.config, dtype)
+    layer = model.get_submodule(name)
+    with ShardReader(files.folder, files.headers) as reader:
+        for leaf, value in list(layer.named_parameters()):
+            owner = layer.get_submodule(leaf.rpartition(".")[0])
+            read = read_parameter(reader, files.names.reads(f"{name}.{leaf}"), tuple(value.shape))
+            owner._parameters[leaf.rpartition(".")[2]] = nn.Parameter(read.to(device, dtype), requires_grad=False)
+        for leaf, buffer in list(layer.named_buffers()):
+            owner = layer.get_submodule(leaf.rpartition(".")[0])
+            read = read_parameter(reader, files.names.reads(f"{name}.{leaf}"), tuple(buffer.shape))
+            owner._buffers[leaf.rpartition(".")[2]] = read.to(device, buffer.dtype)
+    targets = tuple(target for target in decision.lora_targets if target.parameter.startswith(f"{name}."))
+    adapters = {}
+    for target in targets:
+        for adapter, shape in zip(adapter_names(target), adapter_shapes(target), strict=True):
+            whole = tuple((0, size) for size in shape)
+            adapters[adapter] = initial_box(decision.recipe.seeds.lora, adapter, shape, whole).to(device)
+    leaves = add_plain_lora(model, targets, adapters, files.config.text_model_type)
+    theirs = _output(layer(*args, **kwargs))
+    if theirs.requires_grad:
+        theirs.backward(upstream)
+    squares = [leaf.grad.double().square().sum() for leaf in leaves.values() if leaf.grad is not None]
+    return theirs.detach(), float(torch.stack(squares).sum().sqrt()) if squares else 0.0

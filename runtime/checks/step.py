@@ -1,0 +1,113 @@
+"""After the first step: adapters moved where they should, the base did not, replicas agree, the gradient is right."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.runtime.checks.compare import NORM_TOLERANCE, equal_numbers
+from shardwright.runtime.mesh import Ranks
+from shardwright.runtime.ownership import Owned
+from shardwright.schemas.run import CheckResult
+
+PIECE = 1 << 22
+"""Elements hashed at once."""
+
+
+def digest(values: Tensor) -> tuple[int, int]:
+    """Two 64-bit sums over a tensor's bits: plain, and weighted by place. On any device, without a copy to the host."""
+    flat = values.detach().contiguous().reshape(-1)
+    if flat.numel() == 0:
+        return 0, 0
+    bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    plain = weighted = 0
+    for start in range(0, bits.numel(), PIECE):
+        piece = bits[start : start + PIECE].long()
+        weights = torch.arange(start + 1, start + 1 + piece.numel(), device=piece.device)
+        plain += int(piece.sum())
+        weighted += int((piece * weights).sum())
+    return plain % 2**64, weighted % 2**64
+
+
+def digests(parameters: dict[str, Owned], *, adapters: bool) -> dict[str, tuple[int, int]]:
+    """Name → digest of this rank's part, of adapters or of the frozen base."""
+    return {name: digest(owned.local()) for name, owned in parameters.items() if owned.adapter == adapters}
+
+
+def base_unchanged(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> CheckResult:
+    """Frozen weights are bit-identical."""
+    changed = [name for name in before if before[name] != after.get(name)]
+    return CheckResult(
+        stage="step",
+        name="base-unchanged",
+        passed=not changed,
+        evidence=f"{len(before)} frozen parameters hashed before and after; changed: "
+        + (", ".join(changed[:5]) or "none"),
+        scope="local",
+    )
+
+
+def replicas_agree(parameters: dict[str, Owned], ranks: Ranks) -> CheckResult:
+    """Ranks that hold the same adapter values hold the same bits."""
+    mine = digests(parameters, adapters=True)
+    seen = [mine]
+    if ranks.sizes.replicate > 1:
+        seen = [{} for _ in range(ranks.sizes.replicate)]
+        dist.all_gather_object(seen, mine, group=ranks.replicate_group)
+    wrong = sorted({name for other in seen for name in mine if other.get(name) != mine[name]})
+    copies = f"{ranks.sizes.replicate} copies" if ranks.sizes.replicate > 1 else "one copy: values are sharded"
+    return CheckResult(
+        stage="step",
+        name="replicas-agree",
+        passed=not wrong,
+        evidence=f"{len(mine)} adapter parameters, {copies}; different: " + (", ".join(wrong[:5]) or "none"),
+        scope="local",
+    )
+
+
+def adapters_moved(before: dict[str, Tensor], parameters: dict[str, Owned], loads: dict[str, Tensor]) -> CheckResult:
+    """After one step every B has moved, and an expert's B moved exactly if the expert got tokens.
+
+    (A cannot move in the first step: its gradient is a multiple of B, which is zero.)
+
+    Args:
+        before: B values of this rank before the step.
+        parameters: all parameters now.
+        loads: layer → rows of each expert in the step, over all ranks.
+    """
+    wrong, matrices = [], 0
+    for name, old in before.items():
+        owned = parameters[name]
+        moved = owned.local() != old
+        if not owned.expert:
+            matrices += 1
+            if moved.numel() and not bool(moved.any()):
+                wrong.append(f"{name} did not move")
+            continue
+        layer = name.rpartition(".")[0]
+        busy = loads[layer][owned.box[0][0] : owned.box[0][1]] > 0
+        per_expert = moved.flatten(1).any(1).cpu() if moved.numel() else busy
+        matrices += int(busy.numel())
+        for place in torch.nonzero(per_expert != busy).flatten().tolist():
+            verb = "did not move though it got tokens" if busy[place] else "moved without a token"
+            wrong.append(f"{name}, expert {owned.box[0][0] + place} {verb}")
+    return CheckResult(
+        stage="step",
+        name="adapters-moved",
+        passed=not wrong,
+        evidence=f"{matrices} B matrices on this rank; wrong: " + ("; ".join(wrong[:5]) or "none"),
+        scope="local",
+    )
+
+
+def same_norm(ours: float, plain: float, base: str) -> CheckResult:
+    """Global gradient norm against the single-process value on the same batch."""
+    return equal_numbers(
+        "step",
+        "gradient-norm",
+        ours,
+        plain,
+        NORM_TOLERANCE[base],
+        "gradient norm of the first batch, sharded against plain LoRA in one process",
+    )

@@ -1,0 +1,1 @@
+"""Routed experts: dispatch to their ranks, grouped products with adapters, load counts."""

@@ -1,0 +1,111 @@
+"""Rows to the ranks of their experts and back: all-to-all with uneven splits.
+
+Legend: T tokens of this rank, K experts per token, E experts, L = E / ep local experts, N rows received, H hidden.
+Every rank of the EP group issues the same collectives in forward and backward, with zero rows too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one batch's rows travel.
+
+    Attributes:
+        order: [T·K] places in the token-major list of (token, choice), sorted by expert.
+        counts: [E] rows that this rank sends to each expert.
+        send, receive: rows to and from each EP rank.
+        by_expert: [N] order that groups received rows by local expert; ``None`` where they are grouped already.
+        sizes: rows of each local expert, on the host.
+    """
+
+    order: Tensor
+    counts: Tensor
+    send: list[int]
+    receive: list[int]
+    by_expert: Tensor | None
+    sizes: list[int]
+
+
+class _AllToAll(torch.autograd.Function):
+    """Exchange rows; the gradient travels the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return exchange(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchange(gradients[0], ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    """``all_to_all_single`` on dim 0, without gradient."""
+    out = rows.new_empty((sum(receive), *rows.shape[1:]))
+    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
+    return out
+
+
+def plan_route(top_k_index: Tensor, num_experts: int, ep: int, group: dist.ProcessGroup | None) -> Route:
+    """Sort rows by expert and agree on split sizes (one device-to-host copy).
+
+    Args:
+        top_k_index: [T, K] expert of each choice.
+        num_experts: E over all ranks.
+        ep: size of the EP group.
+        group: the EP group; unused at ep = 1.
+    """
+    flat = top_k_index.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=num_experts)
+    if ep == 1 or group is None:
+        return Route(order, counts, [], [], None, counts.tolist())
+    local = num_experts // ep
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts, group=group)
+    both = torch.stack((counts, arriving)).view(2, ep, local).tolist()
+    send = [sum(row) for row in both[0]]
+    receive = [sum(row) for row in both[1]]
+    sizes = [sum(column) for column in zip(*both[1], strict=True)]
+    by_expert = None
+    if local > 1:
+        expert_of_row = torch.arange(local, device=flat.device).repeat(ep).repeat_interleave(arriving)
+        by_expert = torch.argsort(expert_of_row, stable=True)
+    return Route(order, counts, send, receive, by_expert, sizes)
+
+
+def dispatch(hidden: Tensor, route: Route, top_k: int, group: dist.ProcessGroup | None) -> Tensor:
+    """[T, H] → [N, H], grouped by local expert."""
+    rows = hidden[route.order // top_k]
+    if not route.send or group is None:
+        return rows
+    rows = _AllToAll.apply(rows, route.send, route.receive, group)
+    return rows if route.by_expert is None else rows[route.by_expert]
+
+
+def combine(rows: Tensor, route: Route, weights: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[N, H] back to their tokens, weighted and summed: [T, H].
+
+    The sum over K runs in the promoted dtype of rows and weights, in a fixed order.
+    """
+    tokens, top_k = weights.shape
+    if route.send and group is not None:
+        if route.by_expert is not None:
+            rows = rows[_inverse(route.by_expert)]
+        rows = _AllToAll.apply(rows, route.receive, route.send, group)
+    rows = rows[_inverse(route.order)].view(tokens, top_k, rows.shape[-1])
+    return (rows * weights.unsqueeze(-1)).sum(dim=1).to(rows.dtype)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return inverse

@@ -1,0 +1,1 @@
+"""Adapter formats, one a file."""

@@ -1,0 +1,152 @@
+"""An adapter in PEFT's own format, with experts in its fused-parameter layout (``checkpoints.peft_layout``)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save as safetensors_bytes
+from torch import Tensor
+
+from shardwright.checkpoints.peft_layout import peft_keys, peft_selection, to_peft
+from shardwright.checkpoints.targets import parameter_shapes
+from shardwright.runtime import record, state
+from shardwright.runtime.lora.inject import adapter_names, adapter_shapes
+from shardwright.schemas.canonical import sha256_file
+from shardwright.schemas.errors import RunError
+from shardwright.schemas.files import write_atomic
+from shardwright.schemas.lora import LoraTarget
+from shardwright.schemas.plan import AdaptationPlan, load_plan
+from shardwright.schemas.run import AdapterFacts
+
+FOLDER, WEIGHTS, CONFIG = "adapter", "adapter_model.safetensors", "adapter_config.json"
+REWRITTEN = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
+"""Last names of target modules that PEFT maps to expert stacks."""
+
+
+def export_adapter(run_dir: Path, checkpoint: Path) -> AdapterFacts:
+    """Write ``adapter/`` from the newest save, whole or not at all, and note it in run.json.
+
+    Args:
+        run_dir: of a trained run.
+        checkpoint: the base, named in the adapter's configuration by its path.
+
+    Raises:
+        RunError: ``no-save``, ``not-trained``, ``damaged-save``, ``other-plan``, ``adapter-shape``.
+    """
+    plan = load_plan(run_dir / "plan.json")
+    kept = record.read(run_dir)
+    if kept.status not in ("trained", "exported"):
+        raise RunError(
+            "not-trained",
+            f"the run's status is {kept.status!r}",
+            where=str(run_dir),
+            next_action="finish it with `shardwright resume`",
+        )
+    found = state.latest(run_dir, plan.hashes)
+    if found is None:
+        raise RunError("no-save", "the run has no save", where=str(run_dir), next_action="train first")
+    order = tuple(parameter_shapes(checkpoint))
+    tensors = peft_tensors(plan.decision.lora_targets, state.read_adapters(found[1]), order)
+    work, final = run_dir / f".{FOLDER}.tmp", run_dir / FOLDER
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    write_atomic(work / WEIGHTS, safetensors_bytes(tensors, metadata={"format": "pt"}))
+    write_atomic(work / CONFIG, json.dumps(peft_config(plan, checkpoint), indent=2, sort_keys=True).encode() + b"\n")
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(work, final)
+    facts = AdapterFacts(
+        path=str(final),
+        format="peft",
+        tensors=len(tensors),
+        bytes=(final / WEIGHTS).stat().st_size,
+        sha256=sha256_file(final / WEIGHTS),
+    )
+    record.update(run_dir, status="exported", adapter=facts)
+    return facts
+
+
+def peft_tensors(
+    targets: tuple[LoraTarget, ...], adapters: dict[str, Tensor], parameter_order: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """All adapters under PEFT's names in PEFT's layout.
+
+    Raises:
+        RunError: ``adapter-shape`` when a saved adapter is not of the plan's size.
+    """
+    keys = peft_keys(targets, parameter_order)
+    tensors = {}
+    for target in targets:
+        pair = []
+        for name, shape in zip(adapter_names(target), adapter_shapes(target), strict=True):
+            value = adapters.get(name)
+            if value is None or tuple(value.shape) != shape:
+                raise RunError(
+                    "adapter-shape",
+                    f"the save holds {'nothing' if value is None else list(value.shape)}, the plan says {list(shape)}",
+                    where=name,
+                    next_action="export with the plan that the run was made with",
+                )
+            pair.append(value)
+        key_a, key_b = keys[target.parameter]
+        tensors[key_a], tensors[key_b] = to_peft(*pair)
+    return tensors
+
+
+def peft_config(plan: AdaptationPlan, checkpoint: Path) -> dict[str, Any]:
+    """adapter_config.json: whole module names, so that nothing else can match.
+
+    Dropout is left out where PEFT adapts weights by name: it refuses it there, and inference has none.
+    """
+    lora, targets = plan.decision.recipe.lora, plan.decision.lora_targets
+    shapes = parameter_shapes(checkpoint)
+    selection = loadable_selection(targets, any(len(shape) == 3 for shape in shapes.values()))
+    by_weight = set(selection["target_parameters"])
+    ranks = {target.parameter if target.parameter in by_weight else target.module: target.rank for target in targets}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(checkpoint.resolve()),
+        "r": lora.rank,
+        "lora_alpha": number(lora.alpha),
+        "use_rslora": lora.use_rslora,
+        "lora_dropout": 0.0 if by_weight else float(lora.dropout),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "target_modules": selection["target_modules"],
+        "target_parameters": selection["target_parameters"] or None,
+        "rank_pattern": {re.escape(name): rank for name, rank in ranks.items() if rank != lora.rank},
+        "alpha_pattern": {},
+    }
+
+
+def loadable_selection(targets: tuple[LoraTarget, ...], has_experts: bool) -> dict[str, list[str]]:
+    """What PEFT is told to adapt, in a form that it does not rewrite.
+
+    In MoE families PEFT takes a target module with one of :data:`REWRITTEN` as its last name for a projection of the
+    former per-expert modules: it adapts the expert stacks instead, with twice the rank, and drops the module. A dense
+    MLP or a shared expert is therefore named by its weight; the keys in the file are the same.
+    """
+    selection = peft_selection(targets)
+    rewritten = [name for name in selection["target_modules"] if has_experts and _rewritten(name)]
+    return {
+        "target_modules": [name for name in selection["target_modules"] if name not in rewritten],
+        "target_parameters": sorted([*selection["target_parameters"], *(f"{name}.weight" for name in rewritten)]),
+    }
+
+
+def _rewritten(module: str) -> bool:
+    return module.rsplit(".", 1)[-1] in REWRITTEN
+
+
+def number(text: str) -> int | float:
+    """Decimal text as JSON keeps it: whole numbers as integers."""
+    value = float(text)
+    return int(value) if value.is_integer() else value

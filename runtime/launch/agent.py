@@ -1,0 +1,28 @@
+"""torchrun that ends with the process that started it, so that no orphan keeps a run directory.
+
+Its workers get a fresh store in every attempt. torchrun's default is one store for all attempts: restarted gloo workers
+can then read the addresses of the killed ones from it and wait for peers that no longer exist.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from shardwright.runtime.launch.process import die_with_parent
+
+FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""What every torchrun of this program needs in its environment, whichever engine starts it."""
+
+
+def main() -> None:
+    """Hand over to torchrun's own command line."""
+    die_with_parent(signal.SIGTERM)
+    os.environ.update(FRESH_STORE)
+    from torch.distributed.run import main as torchrun
+
+    torchrun()
+
+
+if __name__ == "__main__":
+    main()

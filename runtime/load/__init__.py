@@ -1,0 +1,1 @@
+"""Weights into a sharded model."""

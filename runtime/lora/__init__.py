@@ -1,0 +1,1 @@
+"""Low-rank adapters on dense weights and expert stacks."""

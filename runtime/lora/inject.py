@@ -1,0 +1,155 @@
+"""Adapters and local experts into a model on meta, before anything is sharded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import nn
+
+from shardwright.checkpoints.layouts import expert_layout
+from shardwright.runtime.experts.balance import LoadMeter
+from shardwright.runtime.experts.module import LoraExperts, check_call
+from shardwright.runtime.lora.linear import LoraLinear
+from shardwright.runtime.mesh import Ranks
+from shardwright.schemas.errors import LegalityError
+from shardwright.schemas.lora import LoraTarget
+
+ADAPTER_SUFFIXES = ("lora_a", "lora_b")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name is an adapter's."""
+    return name.endswith(ADAPTER_SUFFIXES)
+
+
+def freeze(model: nn.Module) -> None:
+    """No base parameter gets a gradient."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+
+
+def find_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that hold stacked experts: two or more own parameters of three dims."""
+    found = {}
+    for name, module in model.named_modules():
+        stacks = [value for value in module._parameters.values() if value is not None and value.dim() == 3]
+        if len(stacks) >= 2:
+            found[name] = module
+    return found
+
+
+def inject(
+    model: nn.Module,
+    targets: tuple[LoraTarget, ...],
+    *,
+    model_type: str,
+    ranks: Ranks,
+    meter: LoadMeter,
+    dropout: float,
+    dtype: torch.dtype,
+) -> None:
+    """Freeze the base; put local experts and adapters in place.
+
+    Args:
+        model: on meta.
+        targets: the plan's.
+        model_type: family, which decides how experts are stored.
+        ranks: this rank's place.
+        meter: counts rows per expert.
+        dropout: on the adapters of dense weights.
+        dtype: format of adapters.
+
+    Raises:
+        LegalityError: ``target-missing`` when the plan names a weight that the model lacks,
+            ``target-shape`` when its sizes differ; ``experts-call``, ``experts-not-divisible``,
+            ``unknown-expert-layout``.
+    """
+    freeze(model)
+    by_module: dict[str, list[LoraTarget]] = defaultdict(list)
+    for target in targets:
+        by_module[target.module].append(target)
+    for name, original in find_experts(model).items():
+        if ranks.sizes.ep == 1 and name not in by_module and not supported(original, name, model_type):
+            continue
+        group = ranks.ep_group if ranks.sizes.ep > 1 else None
+        layout = expert_layout(model_type)
+        experts = LoraExperts(original, name, layout, ranks.sizes.ep, ranks.ep_rank, group, meter)
+        for target in by_module.pop(name, []):
+            _adapt_stack(experts, target, dtype)
+        replace(model, name, experts)
+    for name, wanted in by_module.items():
+        linear = _submodule(model, name)
+        if not isinstance(linear, nn.Linear) or len(wanted) != 1:
+            raise _missing(wanted[0], f"{name} is {type(linear).__name__}, expected one adapted Linear")
+        target = wanted[0]
+        _check(target, (target.out_features, target.in_features), tuple(linear.weight.shape))
+        replace(model, name, LoraLinear(linear, target.rank, float(target.scaling), dropout, dtype))
+
+
+def supported(experts: nn.Module, name: str, model_type: str) -> bool:
+    """Whether this runtime can run these experts itself; untouched ones it need not."""
+    try:
+        check_call(experts, name)
+        expert_layout(model_type)
+    except LegalityError:
+        return False
+    return True
+
+
+def _adapt_stack(experts: LoraExperts, target: LoraTarget, dtype: torch.dtype) -> None:
+    stack = target.parameter.rsplit(".", 1)[1]
+    weight = experts._parameters.get(stack)
+    if weight is None:
+        raise _missing(target, f"{target.module} has no stack {stack!r}")
+    size = (target.out_features, target.in_features)
+    expected = (target.num_experts, *(size if target.layout == "out_in" else size[::-1]))
+    _check(target, expected, (experts.num_experts, *weight.shape[1:]))
+    local = weight.shape[0]
+    a = torch.empty((local, target.rank, target.in_features), dtype=dtype, device=weight.device)
+    b = torch.empty((local, target.out_features, target.rank), dtype=dtype, device=weight.device)
+    experts.add_adapter(stack, nn.Parameter(a), nn.Parameter(b), float(target.scaling))
+
+
+def adapter_names(target: LoraTarget) -> tuple[str, str]:
+    """Names of a target's A and B parameters in the training model."""
+    stem = f"{target.module}." if target.kind == "dense" else f"{target.parameter}_"
+    return f"{stem}lora_a", f"{stem}lora_b"
+
+
+def adapter_shapes(target: LoraTarget) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Whole shapes of a target's A and B."""
+    lead = (target.num_experts,) if target.kind == "experts" else ()
+    return (*lead, target.rank, target.in_features), (*lead, target.out_features, target.rank)
+
+
+def replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in another's place."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def _missing(target: LoraTarget, what: str) -> LegalityError:
+    return LegalityError(
+        "target-missing",
+        what,
+        where=f"decision.lora_targets: {target.parameter}",
+        next_action="make the plan again for this checkpoint with `shardwright plan`",
+    )
+
+
+def _check(target: LoraTarget, planned: tuple[int, ...], found: tuple[int, ...]) -> None:
+    if planned != found:
+        raise LegalityError(
+            "target-shape",
+            f"the plan says {list(planned)}, the model has {list(found)}",
+            where=f"decision.lora_targets: {target.parameter}",
+            next_action="make the plan again for this checkpoint with `shardwright plan`",
+        )

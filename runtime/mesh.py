@@ -1,0 +1,111 @@
+"""The device mesh: replicate × shard × ep, and the groups that each kind of parameter uses.
+
+Rank of coordinates (r, s, e) is ``(r · shard + s) · ep + e``: neighbours share an EP group.
+Dense weights are sharded over shard × ep; expert stacks are cut by ep, then sharded over shard. Every rank reads its
+own data. Within one replica each adapter value lives on exactly one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwright.runtime.device import Device
+from shardwright.schemas.errors import ClusterError
+from shardwright.schemas.strategy import Mesh
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this rank stands.
+
+    Attributes:
+        sizes: the plan's degrees.
+        experts: mesh (replicate, shard, ep).
+        dense: mesh (replicate, dense_shard), ``dense_shard`` = shard × ep.
+        state: mesh (replicate, ep, shard) over the same ranks, describing expert stacks in saves: dim 0 is cut by ep
+            first, then by shard.
+    """
+
+    sizes: Mesh
+    rank: int
+    experts: DeviceMesh
+    dense: DeviceMesh
+    state: DeviceMesh
+
+    @property
+    def world(self) -> int:
+        return self.sizes.world_size
+
+    @property
+    def ep_rank(self) -> int:
+        return self.rank % self.sizes.ep
+
+    @property
+    def replica(self) -> int:
+        return self.rank // (self.sizes.shard * self.sizes.ep)
+
+    @property
+    def data_rank(self) -> int:
+        """Which slice of every batch this rank reads."""
+        return self.rank
+
+    @property
+    def ep_group(self) -> dist.ProcessGroup:
+        return self.experts.get_group("ep")
+
+    @property
+    def owner_group(self) -> dist.ProcessGroup:
+        """Ranks that together hold one copy of every adapter value: one replica."""
+        return self.dense.get_group("dense_shard")
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup:
+        return self.dense.get_group("replicate")
+
+    def dense_fsdp(self) -> DeviceMesh | None:
+        """Mesh for ``fully_shard`` of dense weights; ``None`` for one rank."""
+        return _fsdp_mesh(self.dense, "dense_shard", self.sizes.replicate, self.sizes.shard * self.sizes.ep)
+
+    def expert_fsdp(self) -> DeviceMesh | None:
+        """Mesh for ``fully_shard`` of expert stacks; ``None`` where a rank keeps its experts whole."""
+        return _fsdp_mesh(self.experts, "shard", self.sizes.replicate, self.sizes.shard)
+
+
+def _fsdp_mesh(mesh: DeviceMesh, axis: str, replicate: int, shard: int) -> DeviceMesh | None:
+    if replicate * shard == 1:
+        return None
+    return mesh[axis] if replicate == 1 else mesh["replicate", axis]
+
+
+def open_mesh(sizes: Mesh, device: Device) -> Ranks:
+    """Make the meshes. The process group must be up.
+
+    Raises:
+        ClusterError: ``world-size`` when the started ranks are not the plan's, ``axis-not-run`` for tp, cp or pp > 1.
+    """
+    world = dist.get_world_size()
+    if world != sizes.world_size:
+        raise ClusterError(
+            "world-size",
+            f"the plan's mesh {sizes.text()} needs {sizes.world_size} ranks, {world} were started",
+            where="decision.strategy.mesh",
+            next_action=f"start {sizes.world_size} workers, or plan for {world} ranks",
+        )
+    if sizes.tp * sizes.cp * sizes.pp != 1:
+        raise ClusterError(
+            "axis-not-run",
+            f"tp {sizes.tp}, cp {sizes.cp}, pp {sizes.pp}: this runtime runs 1 of each",
+            where="decision.strategy.mesh",
+            next_action="choose a plan over replicate, shard and ep",
+        )
+    shape = (sizes.replicate, sizes.shard, sizes.ep)
+    experts = init_device_mesh(device.kind, shape, mesh_dim_names=("replicate", "shard", "ep"))
+    dense_shape = (sizes.replicate, sizes.shard * sizes.ep)
+    dense = init_device_mesh(device.kind, dense_shape, mesh_dim_names=("replicate", "dense_shard"))
+    order = torch.arange(world).reshape(shape).permute(0, 2, 1).contiguous()
+    state = DeviceMesh(device.kind, order, mesh_dim_names=("replicate", "ep", "shard"))
+    return Ranks(sizes, dist.get_rank(), experts, dense, state)

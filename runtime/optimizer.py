@@ -1,0 +1,120 @@
+"""AdamW on the adapter values that this rank owns, the clip, and the learning-rate schedule.
+
+Every adapter value lives on exactly one rank of a replica, so the global gradient norm is one sum over those ranks,
+whatever mesh each parameter is sharded on.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.runtime.mesh import Ranks
+from shardwright.runtime.ownership import Owned
+from shardwright.schemas.errors import CheckFailed
+from shardwright.schemas.recipe import OptimizerSpec, ScheduleSpec
+
+
+def learning_rate(step: int, peak: float, schedule: ScheduleSpec) -> float:
+    """Rate of a step (first is 1): linear warm-up, then constant, linear or cosine decay to a fraction of the peak."""
+    warmup, total, final = schedule.warmup_steps, schedule.steps, float(schedule.final_fraction)
+    if step <= warmup:
+        return peak * step / warmup
+    if schedule.decay == "constant" or total <= warmup + 1:
+        return peak
+    done = (step - warmup - 1) / (total - warmup - 1)
+    shape = 1 - done if schedule.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return peak * (final + (1 - final) * shape)
+
+
+class AdapterOptimizer:
+    """AdamW over local shards.
+
+    Args:
+        adapters: name → adapter parameter as this rank holds it.
+        spec: hyperparameters.
+        ranks: this rank's place.
+    """
+
+    def __init__(self, adapters: dict[str, Owned], spec: OptimizerSpec, ranks: Ranks) -> None:
+        self.adapters = {name: owned for name, owned in adapters.items() if owned.local().numel()}
+        self.spec, self.ranks = spec, ranks
+        self.values = {name: nn.Parameter(owned.local()) for name, owned in self.adapters.items()}
+        self.inner = torch.optim.AdamW(
+            list(self.values.values()) or [nn.Parameter(torch.zeros(1))],
+            lr=float(spec.learning_rate),
+            betas=(float(spec.beta1), float(spec.beta2)),
+            eps=float(spec.epsilon),
+            weight_decay=float(spec.weight_decay),
+            foreach=True,
+        )
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's gradients.
+
+        Raises:
+            CheckFailed: ``no-gradient`` when an adapter has none: it is cut off from the loss.
+        """
+        found = {}
+        for name, owned in self.adapters.items():
+            gradient = owned.local_grad()
+            if gradient is None:
+                raise CheckFailed(
+                    "no-gradient",
+                    "backward left no gradient at all (not even zero)",
+                    where=name,
+                    next_action="the adapter is not reached by the loss; report the model family and the targets",
+                )
+            found[name] = gradient
+        return found
+
+    def global_norm(self, gradients: dict[str, Tensor]) -> float:
+        """L2 norm of the gradient over all adapters of one replica."""
+        device = next(iter(gradients.values())).device if gradients else torch.device("cpu")
+        norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float64) if gradients else []
+        total = torch.stack([norm.square() for norm in norms]).sum() if norms else torch.zeros((), dtype=torch.float64)
+        total = total.to(device)
+        if self.ranks.world > 1:
+            dist.all_reduce(total, group=self.ranks.owner_group)
+        return math.sqrt(float(total))
+
+    def step(self, rate: float, norm: float) -> None:
+        """Clip by the global norm, then one AdamW step."""
+        limit = float(self.spec.max_grad_norm)
+        scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+        gradients = self.gradients()
+        if scale < 1.0:
+            torch._foreach_mul_(list(gradients.values()), scale)
+        for name, value in self.values.items():
+            value.grad = gradients[name]
+        for group in self.inner.param_groups:
+            group["lr"] = rate
+        if self.values:
+            self.inner.step()
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for owned in self.adapters.values():
+            owned.parameter.grad = None
+        for value in self.values.values():
+            value.grad = None
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """``exp_avg`` and ``exp_avg_sq`` by adapter name; zeros before the first step."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, value in self.values.items():
+            state = self.inner.state[value]
+            if not state:
+                state["step"] = torch.zeros(())
+                state["exp_avg"] = torch.zeros_like(value)
+                state["exp_avg_sq"] = torch.zeros_like(value)
+            found[name] = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+        return found
+
+    def set_steps(self, steps: int) -> None:
+        """How many steps the moments have seen, after they were loaded."""
+        for value in self.values.values():
+            self.inner.state[value]["step"].fill_(float(steps))

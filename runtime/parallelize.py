@@ -1,0 +1,99 @@
+"""FSDP2 as the plan says: one unit a decoder layer, one for its experts, one for the rest."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from shardwright.runtime.experts.module import LoraExperts
+from shardwright.runtime.mesh import Ranks
+from shardwright.schemas.errors import LegalityError
+from shardwright.schemas.recipe import PrecisionSpec
+from shardwright.schemas.strategy import ParallelStrategy
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+LAYER_LISTS = ("layers", "blocks", "h")
+"""Names under which models keep their decoder layers."""
+
+
+def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Name → decoder layer: the entries of the longest list of layers.
+
+    Raises:
+        LegalityError: ``no-layers``.
+    """
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and name.rsplit(".", 1)[-1] in LAYER_LISTS
+    }
+    if not lists:
+        raise LegalityError(
+            "no-layers",
+            "the model has no list of decoder layers",
+            where=type(model).__name__,
+            next_action="add its name to runtime/parallelize.py",
+        )
+    best = max(lists, key=lambda name: len(lists[name]))
+    return {f"{best}.{index}": layer for index, layer in lists[best].named_children()}
+
+
+def shard(model: nn.Module, strategy: ParallelStrategy, precision: PrecisionSpec, ranks: Ranks) -> None:
+    """Wrap the model on meta. Groups of one rank are not wrapped.
+
+    Gradients are summed, not averaged: the loss is already divided by the tokens of the whole batch. With averages an
+    expert's gradient, which all ranks of its EP group reach through the dispatch, would come out ep times too large
+    beside the dense ones.
+    """
+    dense, expert_mesh = ranks.dense_fsdp(), ranks.expert_fsdp()
+    if dense is None:
+        return
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[precision.base] if precision.base != precision.adapter else None,
+        reduce_dtype=DTYPES[precision.reduce],
+        cast_forward_inputs=False,
+    )
+    options: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": strategy.reshard_after_forward}
+    layers = list(decoder_layers(model).values())
+    whole: set[nn.Parameter] = set()
+    units: list[list[FSDPModule]] = []
+    for layer in layers:
+        inner = [module for module in layer.modules() if isinstance(module, LoraExperts)]
+        for experts in inner:
+            if expert_mesh is None:
+                whole.update(experts.parameters())
+            else:
+                place = partial(expert_placement, shards=ranks.sizes.shard)
+                fully_shard(experts, mesh=expert_mesh, shard_placement_fn=place, **options)
+        fully_shard(layer, mesh=dense, ignored_params=whole, **options)
+        units.append([layer, *(inner if expert_mesh is not None else [])])  # type: ignore[list-item]
+    fully_shard(model, mesh=dense, ignored_params=whole, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    _prefetch(units, strategy.prefetch_depth)
+
+
+def expert_placement(parameter: nn.Parameter, shards: int) -> Shard:
+    """The dim on which FSDP cuts a local stack [L, …]: experts while each rank gets one, else a dim that divides."""
+    if parameter.shape[0] >= shards:
+        return Shard(0)
+    return Shard(next((dim for dim in (1, 2) if dim < parameter.dim() and parameter.shape[dim] % shards == 0), 0))
+
+
+def _prefetch(units: list[list[FSDPModule]], depth: int) -> None:
+    """Depth 1 is FSDP2's own order; deeper plans name the units to gather ahead."""
+    if depth <= 1:
+        return
+    for index, unit in enumerate(units):
+        ahead = [module for later in units[index + 1 : index + 1 + depth] for module in later]
+        behind = [module for earlier in reversed(units[max(0, index - depth) : index]) for module in earlier]
+        unit[0].set_modules_to_forward_prefetch(ahead)
+        unit[0].set_modules_to_backward_prefetch(behind)

@@ -1,0 +1,142 @@
+"""The plain model in one process: transformers' own forward, and the most straightforward LoRA on it.
+
+Nothing here is shared with the training path: no FSDP, no dispatch, no grouped products, no fused operators. What the
+training model computes is compared with this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwright.checkpoints.build import rebuild_buffers, state_shapes, tied_names
+from shardwright.checkpoints.layouts import expert_layout
+from shardwright.checkpoints.reader import ShardReader, read_parameter
+from shardwright.runtime.files import Files, open_files
+from shardwright.runtime.lora.inject import adapter_names
+from shardwright.schemas.lora import LoraTarget
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """Loss per token and global gradient norm of one batch."""
+
+    loss: float
+    grad_norm: float
+
+
+def load_plain(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, Files]:
+    """The unmodified model with its weights, whole, frozen; and the files it came from."""
+    model, files = open_files(folder, dtype)
+    tied = tied_names(model)
+    with ShardReader(folder, files.headers) as reader:
+        shapes = state_shapes(model)
+        parameters = {name for name, _ in model.named_parameters()}
+        for name, shape in shapes.items():
+            owner = model.get_submodule(name.rpartition(".")[0])
+            leaf = name.rpartition(".")[2]
+            value = read_parameter(reader, files.names.reads(name), shape)
+            if name in parameters:
+                owner._parameters[leaf] = nn.Parameter(value.to(device, dtype), requires_grad=False)
+            else:
+                owner._buffers[leaf] = value.to(device, owner._buffers[leaf].dtype)  # type: ignore[union-attr]
+    for alias, name in tied.items():
+        owner, source = (model.get_submodule(one.rpartition(".")[0]) for one in (alias, name))
+        owner._parameters[alias.rpartition(".")[2]] = source._parameters[name.rpartition(".")[2]]
+    rebuild_buffers(model, device)
+    return model, files
+
+
+def add_plain_lora(
+    model: nn.Module, targets: tuple[LoraTarget, ...], adapters: dict[str, Tensor], model_type: str
+) -> dict[str, Tensor]:
+    """Hook adapters onto a plain model.
+
+    Args:
+        model: from :func:`load_plain`.
+        targets: what is adapted.
+        adapters: whole tensors under the training model's names.
+        model_type: the family.
+
+    Returns:
+        The adapters as leaves that collect gradients.
+    """
+    leaves = {name: value.detach().clone().requires_grad_(True) for name, value in adapters.items()}
+    stacks: dict[str, dict[str, tuple[Tensor, Tensor, float]]] = {}
+    for target in targets:
+        a, b = (leaves[name] for name in adapter_names(target))
+        scaling = float(target.scaling)
+        if target.kind == "experts":
+            stacks.setdefault(target.module, {})[target.parameter.rsplit(".", 1)[1]] = (a, b, scaling)
+        else:
+            model.get_submodule(target.module).register_forward_hook(_linear_hook(a, b, scaling))
+    for name, adapted in stacks.items():
+        module: Any = model.get_submodule(name)
+        module.forward = _ExpertLoop(module, adapted, model_type)
+    return leaves
+
+
+def _linear_hook(a: Tensor, b: Tensor, scaling: float) -> Any:
+    def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        x = args[0]
+        return output + scaling * F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
+
+    return hook
+
+
+class _ExpertLoop:
+    """Every expert in turn, with ordinary differentiable operations."""
+
+    def __init__(self, module: Any, adapted: dict[str, tuple[Tensor, Tensor, float]], model_type: str) -> None:
+        self.module, self.adapted, self.layout = module, adapted, expert_layout(model_type)
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        total = torch.zeros_like(hidden_states)
+        for expert in range(getattr(self.module, self.layout.down).shape[0]):
+            token, choice = torch.where(top_k_index == expert)
+            if token.numel() == 0:
+                continue
+            up = self._linear(hidden_states[token], self.layout.up, expert)
+            down = self._linear(self._activate(up), self.layout.down, expert)
+            weighted = (down * top_k_weights[token, choice, None]).to(total.dtype)
+            total = total.index_add(0, token, weighted)
+        return total
+
+    def _linear(self, x: Tensor, stack: str, expert: int) -> Tensor:
+        weight = getattr(self.module, stack)[expert]
+        y = F.linear(x, weight if self.layout.order == "out_in" else weight.T)
+        if self.layout.biased:
+            y = y + getattr(self.module, f"{stack}_bias")[expert]
+        if stack in self.adapted:
+            a, b, scaling = self.adapted[stack]
+            y = y + scaling * F.linear(F.linear(x, a[expert].to(x.dtype)), b[expert].to(x.dtype))
+        return y
+
+    def _activate(self, up: Tensor) -> Tensor:
+        if not self.layout.gated:
+            return self.module.act_fn(up)
+        if hasattr(self.module, "_apply_gate"):
+            return self.module._apply_gate(up)
+        gate, value = up.chunk(2, dim=-1)
+        return self.module.act_fn(gate) * value
+
+
+def reference_step(model: nn.Module, leaves: dict[str, Tensor], batch: Tensor, device: torch.device) -> ReferenceStep:
+    """Loss per predicted token and gradient norm of a whole batch [G, S], one sequence at a time."""
+    tokens = batch.shape[0] * (batch.shape[1] - 1)
+    loss = 0.0
+    for row in batch.split(1):
+        ids = row.to(device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        part = F.cross_entropy(logits, ids[0, 1:], reduction="sum") / tokens
+        if leaves:
+            part.backward()
+        loss += float(part.detach())
+    squares = [value.grad.double().square().sum() for value in leaves.values() if value.grad is not None]
+    norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+    return ReferenceStep(loss, norm)

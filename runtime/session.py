@@ -1,0 +1,76 @@
+"""An approved plan as a live model on this rank: built, sharded, filled, ready for the first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from shardwright.runtime.checkpointing import checkpoint_layers
+from shardwright.runtime.device import Device
+from shardwright.runtime.experts.balance import LoadMeter
+from shardwright.runtime.files import Files, open_files
+from shardwright.runtime.fuse import Switch, install_fusions
+from shardwright.runtime.load.stream import Progress, load_weights, materialize
+from shardwright.runtime.lora.inject import inject
+from shardwright.runtime.mesh import Ranks
+from shardwright.runtime.ownership import Owned, owned_parameters
+from shardwright.runtime.parallelize import DTYPES, decoder_layers, shard
+from shardwright.schemas.plan import AdaptationPlan
+from shardwright.schemas.run import LoadFacts
+
+
+@dataclass(frozen=True)
+class Live:
+    """The model's side of a run on this rank."""
+
+    model: nn.Module
+    files: Files
+    parameters: dict[str, Owned]
+    meter: LoadMeter
+    switches: tuple[Switch, ...]
+    load: LoadFacts
+
+    @property
+    def adapters(self) -> dict[str, Owned]:
+        return {name: owned for name, owned in self.parameters.items() if owned.adapter}
+
+
+def build(plan: AdaptationPlan, checkpoint: Path, ranks: Ranks, device: Device, progress: Progress | None) -> Live:
+    """Meta → fused modules → adapters and local experts → checkpointing → FSDP → weights.
+
+    Uses no collective in which a rank that fails would leave another waiting.
+
+    Raises:
+        CheckpointError, LegalityError, CheckFailed: as the parts.
+    """
+    model, files, meter, switches = build_on(plan, checkpoint, ranks)
+    materialize(model, device)
+    seed = plan.decision.recipe.seeds.lora
+    facts = load_weights(model, checkpoint, files.headers, files.names, device, lora_seed=seed, progress=progress)
+    return Live(model, files, owned_parameters(model), meter, switches, facts)
+
+
+def build_on(
+    plan: AdaptationPlan, checkpoint: Path, ranks: Ranks
+) -> tuple[nn.Module, Files, LoadMeter, tuple[Switch, ...]]:
+    """The wrapped model, still on meta."""
+    decision = plan.decision
+    recipe, strategy = decision.recipe, decision.strategy
+    model, files = open_files(checkpoint, DTYPES[recipe.precision.base])
+    meter = LoadMeter()
+    inject(
+        model,
+        decision.lora_targets,
+        model_type=files.config.text_model_type,
+        ranks=ranks,
+        meter=meter,
+        dropout=float(recipe.lora.dropout),
+        dtype=DTYPES[recipe.precision.adapter],
+    )
+    switches = install_fusions(model, decision.fusions)
+    if strategy.checkpointing == "full":
+        checkpoint_layers(list(decoder_layers(model).values()), meter)
+    shard(model, strategy, recipe.precision, ranks)
+    return model, files, meter, switches

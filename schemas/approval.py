@@ -1,0 +1,179 @@
+"""One verdict on one plan's two hashes, and its pure verification.
+
+This is all that the runtime needs to know about approval: no workflow, no policy engine.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from shardwright.schemas.base import Identifier, Model, Sha256
+from shardwright.schemas.canonical import canonical_bytes, sha256_of
+from shardwright.schemas.errors import ApprovalError
+from shardwright.schemas.plan import AdaptationPlan
+from shardwright.schemas.validation import explain
+
+
+class ProposalVerdict(Model):
+    """The decision on one fusion proposal; a rejection lives in the child plan it makes."""
+
+    proposal_id: Identifier
+    verdict: Literal["approve"] = "approve"
+
+
+class Approval(Model):
+    """A verdict in the append-only log. ``sha256`` covers every other field."""
+
+    schema_version: Literal[1] = 1
+    decision_sha256: Sha256
+    evidence_sha256: Sha256
+    verdict: Literal["approve", "reject"]
+    proposals: tuple[ProposalVerdict, ...] = ()
+    actor: str
+    actor_kind: Literal["person", "policy"]
+    policy_sha256: Sha256 | None = None
+    reason: str = ""
+    time: str
+    previous_sha256: Sha256 | None = None
+    sha256: Sha256
+
+    @classmethod
+    def seal(cls, **fields: object) -> Approval:
+        """Build an approval and compute its own hash."""
+        unsealed = cls.model_validate({**fields, "sha256": "0" * 64})
+        body = unsealed.model_dump(mode="json", exclude={"sha256"})
+        return unsealed.model_copy(update={"sha256": sha256_of(body)})
+
+    def recomputed(self) -> str:
+        return sha256_of(self.model_dump(mode="json", exclude={"sha256"}))
+
+
+def proposals_to_decide(plan: AdaptationPlan) -> tuple[str, ...]:
+    """Ids of fusions in the decision, rejected ones included: each needs a verdict."""
+    return tuple(fusion.proposal_id for fusion in plan.decision.fusions)
+
+
+def open_questions(plan: AdaptationPlan) -> tuple[str, ...]:
+    return tuple(question.id for question in plan.decision.questions if question.answer is None)
+
+
+def verify_approval(plan: AdaptationPlan, approval: Approval) -> None:
+    """Check that this approval allows exactly this plan to run.
+
+    Raises:
+        ApprovalError: ``tampered``, ``other-plan``, ``rejected``, ``open-question`` or
+            ``undecided-proposal``.
+    """
+    where = f"approval by {approval.actor!r} of {approval.time}"
+    if approval.recomputed() != approval.sha256:
+        raise ApprovalError(
+            "tampered",
+            f"the approval's fields hash to {approval.recomputed()[:16]}…, it records {approval.sha256[:16]}…",
+            where=where,
+            next_action="approve the plan again with `shardwright review`",
+        )
+    for section in ("decision", "evidence"):
+        approved, actual = getattr(approval, f"{section}_sha256"), getattr(plan.hashes, section)
+        if approved != actual:
+            raise ApprovalError(
+                "other-plan",
+                f"the approval is for {section} {approved[:16]}…, this plan's {section} is {actual[:16]}…",
+                where=where,
+                next_action="review this plan: an approval never carries over to an edited plan",
+            )
+    if approval.verdict != "approve":
+        raise ApprovalError(
+            "rejected",
+            f"the plan was rejected: {approval.reason or 'no reason given'}",
+            where=where,
+            next_action="edit the plan in `shardwright review` and approve the child plan",
+        )
+    if missing := open_questions(plan):
+        raise ApprovalError(
+            "open-question",
+            f"questions without an answer: {', '.join(missing)}",
+            where=where,
+            next_action="answer them in `shardwright review`",
+        )
+    decided = {verdict.proposal_id for verdict in approval.proposals}
+    if undecided := [pid for pid in proposals_to_decide(plan) if pid not in decided]:
+        raise ApprovalError(
+            "undecided-proposal",
+            f"no verdict on {', '.join(undecided)}",
+            where=where,
+            next_action="decide every proposal in `shardwright review`",
+        )
+
+
+def append_to_log(log: Path, approval: Approval) -> None:
+    """Add one line to the hash-chained log.
+
+    Raises:
+        ApprovalError: ``broken-chain`` where the approval does not follow the log's last line.
+    """
+    last = read_log(log)[-1].sha256 if log.exists() and log.stat().st_size else None
+    if approval.previous_sha256 != last:
+        raise ApprovalError(
+            "broken-chain",
+            f"the log ends at {last and last[:16]}, the approval follows {approval.previous_sha256}",
+            where=str(log),
+            next_action="read the log again: another reviewer decided first",
+        )
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab") as stream:
+        stream.write(canonical_bytes(approval) + b"\n")
+        stream.flush()
+
+
+def read_log(log: Path) -> tuple[Approval, ...]:
+    """All verdicts of a log, verified line by line.
+
+    Raises:
+        ApprovalError: ``unreadable``, ``tampered`` or ``broken-chain`` with the line number.
+    """
+    approvals: list[Approval] = []
+    for number, line in enumerate(log.read_bytes().splitlines(), start=1):
+        where = f"{log}:{number}"
+        try:
+            approval = Approval.model_validate(json.loads(line))
+        except (json.JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
+            detail = explain(error) if isinstance(error, ValidationError) else str(error)
+            raise ApprovalError(
+                "unreadable", detail, where=where, next_action="restore the log from its backup"
+            ) from error
+        if approval.recomputed() != approval.sha256:
+            raise ApprovalError(
+                "tampered", "the line was changed after it was written", where=where, next_action="restore the log"
+            )
+        expected = approvals[-1].sha256 if approvals else None
+        if approval.previous_sha256 != expected:
+            raise ApprovalError(
+                "broken-chain",
+                "a line before this one was removed or reordered",
+                where=where,
+                next_action="restore the log",
+            )
+        approvals.append(approval)
+    return tuple(approvals)
+
+
+def find_approval(log: Path, plan: AdaptationPlan) -> Approval:
+    """The last verdict on this plan in the log.
+
+    Raises:
+        ApprovalError: ``needs-approval`` where there is none.
+    """
+    verdicts = read_log(log) if log.exists() else ()
+    for approval in reversed(verdicts):
+        if approval.decision_sha256 == plan.hashes.decision and approval.evidence_sha256 == plan.hashes.evidence:
+            return approval
+    raise ApprovalError(
+        "needs-approval",
+        f"plan {plan.hashes.decision[:16]}… has no verdict",
+        where=str(log),
+        next_action="run `shardwright review`, or `--headless --policy FILE`",
+    )

@@ -1,0 +1,63 @@
+"""The base of every thing that passes between rooms: frozen, closed, unit-named."""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+
+
+class Model(BaseModel):
+    """A frozen model that refuses unknown keys, NaN and infinity."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
+
+
+def _decimal_text(value: Any) -> Any:
+    """Normalise a number to the one decimal text that a hash may contain."""
+    if isinstance(value, bool):
+        raise ValueError("expected a number, got a boolean")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("expected a finite number")
+    if isinstance(value, (int, float, str, Decimal)):
+        try:
+            number = Decimal(repr(value) if isinstance(value, float) else str(value).strip())
+        except InvalidOperation as error:
+            raise ValueError(f"expected a number, got {value!r}") from error
+        if not number.is_finite():
+            raise ValueError("expected a finite number")
+        text = format(number.normalize(), "f")
+        return "0" if text == "-0" else text
+    return value
+
+
+DecimalText = Annotated[str, BeforeValidator(_decimal_text), Field(pattern=r"^-?\d+(\.\d+)?$")]
+"""A real number as canonical decimal text, so that decision bytes hold no binary floats.
+
+Input may be an int, a float or text such as ``1e-4``; ``float(x)`` reads it back.
+"""
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/+@-]*$", max_length=200)]
+PositiveInt = Annotated[int, Field(ge=1)]
+CountInt = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+
+_CAMEL = re.compile(r"(?<!^)(?=[A-Z])")
+
+
+def snake(name: str) -> str:
+    """``AdaptationPlan`` becomes ``adaptation_plan``."""
+    return _CAMEL.sub("_", name).lower()

@@ -1,0 +1,133 @@
+"""The machines: devices, memories, links, storage; and measured curves of them. SI units."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from shardwright.schemas.base import Identifier, Model, NonNegative, Positive, PositiveInt, Sha256
+from shardwright.schemas.ops import EvidenceOrigin
+
+
+class Sourced(Model):
+    """A figure and where it comes from."""
+
+    value: Positive
+    origin: EvidenceOrigin = "assumed"
+    source: str = ""
+
+
+class DeviceSpec(Model):
+    """One accelerator (or one CPU rank)."""
+
+    name: str
+    type: Literal["cuda", "cpu", "npu"]
+    compute_capability: str = ""
+    memory_bytes: PositiveInt
+    usable_memory_bytes: PositiveInt
+    peak_flops: dict[str, Positive]
+    """dtype → dense FLOP/s, datasheet."""
+    achievable_flops: dict[str, Positive]
+    """dtype → FLOP/s that a large matrix product reaches."""
+    memory_bandwidth_bytes_per_s: Positive
+    """Achievable device-memory bandwidth, reads plus writes."""
+    launch_overhead_s: NonNegative = 5e-6
+    sources: dict[str, str] = {}
+    """Field name → where the figure comes from."""
+
+    @model_validator(mode="after")
+    def _usable_fits(self) -> DeviceSpec:
+        if self.usable_memory_bytes > self.memory_bytes:
+            raise ValueError("usable_memory_bytes is larger than memory_bytes")
+        return self
+
+
+class LinkSpec(Model):
+    """One level of the network, per rank and direction."""
+
+    name: Literal["intra_node", "inter_node"]
+    bandwidth_bytes_per_s: Positive
+    latency_s: NonNegative
+    source: str = ""
+
+
+class HostSpec(Model):
+    """Memory and cores of one node."""
+
+    memory_bytes: PositiveInt
+    cores: PositiveInt
+
+
+class StorageSpec(Model):
+    """Where checkpoints are read from and saved to."""
+
+    read_bytes_per_s: Positive = 1e9
+    write_bytes_per_s: Positive = 5e8
+
+
+class ClusterSpec(Model):
+    """A cluster as the search sees it."""
+
+    schema_version: Literal[1] = 1
+    name: Identifier
+    device: DeviceSpec
+    devices_per_node: PositiveInt
+    nodes: PositiveInt
+    links: tuple[LinkSpec, ...]
+    host: HostSpec
+    storage: StorageSpec = StorageSpec()
+    backend: Literal["nccl", "gloo"] = "nccl"
+    software: dict[str, str] = {}
+    """Versions on the workers where they differ from the planning machine (``torch``, ``triton``, ``transformers``)."""
+    price_per_device_hour: NonNegative | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.devices_per_node * self.nodes
+
+    @model_validator(mode="after")
+    def _links_cover(self) -> ClusterSpec:
+        names = [link.name for link in self.links]
+        if len(set(names)) != len(names):
+            raise ValueError("a link level stands twice")
+        if self.world_size > 1 and self.devices_per_node > 1 and "intra_node" not in names:
+            raise ValueError("links: intra_node is missing")
+        if self.nodes > 1 and "inter_node" not in names:
+            raise ValueError("links: inter_node is missing")
+        return self
+
+
+class CurvePoint(Model):
+    """One measured point of a curve: size (bytes or rows) and the rate there."""
+
+    size: Positive
+    rate: Positive
+
+
+class Calibration(Model):
+    """Measured curves of one machine; plans name it by hash."""
+
+    schema_version: Literal[1] = 1
+    device: str
+    versions: dict[str, str]
+    gemm_flops: dict[str, tuple[CurvePoint, ...]] = {}
+    grouped_gemm_flops: dict[str, tuple[CurvePoint, ...]] = {}
+    copy_bytes_per_s: tuple[CurvePoint, ...] = ()
+    attention_flops: dict[str, tuple[CurvePoint, ...]] = {}
+    collectives: dict[str, tuple[CurvePoint, ...]] = {}
+    """``all_gather``, ``reduce_scatter``, ``all_to_all``: bytes per rank → bytes/s."""
+    launch_overhead_s: NonNegative | None = None
+    date: str = ""
+
+
+class ClusterRef(Model):
+    """The cluster inside a decision: what workers must find."""
+
+    name: Identifier
+    digest: Sha256
+    device_type: Literal["cuda", "cpu", "npu"]
+    device_name: str
+    world_size: PositiveInt
+    devices_per_node: PositiveInt
+    backend: Literal["nccl", "gloo"]

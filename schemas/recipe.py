@@ -1,0 +1,132 @@
+"""What the user wants trained: LoRA, data, batch, optimizer, schedule, seeds.
+
+Real numbers are decimal text: a recipe is part of the decision hash.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from shardwright.schemas.base import CountInt, DecimalText, Model, PositiveInt
+
+
+class LoraSpec(Model):
+    """Which parameters get adapters, and of what size.
+
+    Targets are role names (``attention``, ``experts``, ``shared_experts``, ``dense_mlp``, ``head``,
+    ``router``) or fnmatch patterns on module or parameter names (``*.self_attn.q_proj``,
+    ``*.mlp.experts.gate_up_proj``). Every one must match something.
+    """
+
+    targets: tuple[str, ...] = ("attention", "experts")
+    rank: PositiveInt = 16
+    alpha: DecimalText = "32"
+    use_rslora: bool = False
+    dropout: DecimalText = "0"
+    rank_pattern: dict[str, PositiveInt] = {}
+    """fnmatch pattern → rank, where it differs from ``rank``."""
+    init: Literal["kaiming"] = "kaiming"
+    """A is Kaiming-uniform (a = √5), B is zero: PEFT's default."""
+    allow_router: bool = False
+
+    @field_validator("targets")
+    @classmethod
+    def _no_empty_targets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value or any(not item.strip() for item in value):
+            raise ValueError("name at least one target, for example attention")
+        return value
+
+
+class DataSpec(Model):
+    """Training and held-out data.
+
+    Paths are relative to the recipe file until it is loaded, and absolute or
+    ``example://``-relative afterwards; contents are pinned by hash in the plan.
+    """
+
+    train: str
+    held_out: str
+    format: Literal["jsonl-text", "jsonl-messages", "parquet-text", "packed"] = "jsonl-text"
+    text_field: str = "text"
+    packing: bool = True
+    """Documents are concatenated with an end-of-text token and cut into sequences."""
+
+
+class BatchSpec(Model):
+    """How many tokens make one optimizer step."""
+
+    sequence_tokens: PositiveInt = 512
+    global_batch_sequences: PositiveInt = 8
+    """Sequences in one optimizer step over all ranks; the plan splits it into micro-batches."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequence_tokens * self.global_batch_sequences
+
+
+class OptimizerSpec(Model):
+    """AdamW on the adapters."""
+
+    name: Literal["adamw"] = "adamw"
+    learning_rate: DecimalText = "0.0002"
+    beta1: DecimalText = "0.9"
+    beta2: DecimalText = "0.95"
+    epsilon: DecimalText = "0.00000001"
+    weight_decay: DecimalText = "0"
+    max_grad_norm: DecimalText = "1"
+
+
+class ScheduleSpec(Model):
+    """Learning-rate schedule and length of the run."""
+
+    steps: PositiveInt = 20
+    warmup_steps: CountInt = 0
+    decay: Literal["constant", "linear", "cosine"] = "cosine"
+    final_fraction: DecimalText = "0.1"
+    evaluate_every_steps: CountInt = 0
+    """0: only before the first and after the last step."""
+    held_out_sequences: PositiveInt = 8
+    save_every_steps: CountInt = 0
+    """0: only after the last step."""
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> ScheduleSpec:
+        if self.warmup_steps >= self.steps and self.warmup_steps > 0:
+            raise ValueError("warmup_steps must be smaller than steps")
+        return self
+
+
+class SeedSpec(Model):
+    """Named seeds; nothing else is random."""
+
+    lora: CountInt = 0
+    data: CountInt = 0
+    search: CountInt = 0
+
+
+class PrecisionSpec(Model):
+    """Number formats of the run."""
+
+    base: Literal["float32", "bfloat16"] = "bfloat16"
+    """Format of frozen weights and of computation."""
+    adapter: Literal["float32", "bfloat16"] = "float32"
+    """Format of adapter parameters; they are cast to ``base`` for computation."""
+    reduce: Literal["float32", "bfloat16"] = "float32"
+
+
+class Recipe(Model):
+    """Everything a user decides about training, independent of the cluster."""
+
+    schema_version: Literal[1] = 1
+    name: str = Field(default="recipe", max_length=100)
+    lora: LoraSpec = LoraSpec()
+    data: DataSpec
+    batch: BatchSpec = BatchSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    schedule: ScheduleSpec = ScheduleSpec()
+    precision: PrecisionSpec = PrecisionSpec()
+    seeds: SeedSpec = SeedSpec()
+    prompt: str = "def "
+    """The held-out prompt that ``shardwright generate`` answers by default."""

@@ -1,0 +1,91 @@
+"""What happened in a run: measured beside predicted, checks, the adapter."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shardwright.schemas.base import CountInt, Model, NonNegative, Sha256
+
+CheckStage = Literal["load", "step", "export"]
+
+
+class CheckResult(Model):
+    """One check and its evidence."""
+
+    stage: CheckStage
+    name: str
+    passed: bool
+    evidence: str
+    """Both sides of the comparison, with numbers."""
+    scope: Literal["whole_model", "by_layer", "local"] = "whole_model"
+
+
+class StepMetric(Model):
+    """One line of metrics.jsonl: one optimizer step."""
+
+    step: CountInt
+    loss: float
+    grad_norm: NonNegative
+    learning_rate: NonNegative
+    tokens: CountInt
+    seconds: NonNegative
+    peak_memory_bytes: CountInt
+    expert_load_max_over_mean: NonNegative = 0.0
+
+
+class EvalMetric(Model):
+    """Held-out loss at a step (0 = the base model)."""
+
+    step: CountInt
+    loss: float
+    tokens: CountInt
+
+
+class LoadFacts(Model):
+    """How the weights were read."""
+
+    bytes_read: CountInt
+    seconds: NonNegative
+    tensors: CountInt
+    peak_host_bytes: CountInt
+
+
+class ExpertLoad(Model):
+    """Tokens routed to each expert of one layer over the run."""
+
+    layer: str
+    tokens: tuple[CountInt, ...]
+
+
+class AdapterFacts(Model):
+    """The exported adapter."""
+
+    path: str
+    format: Literal["peft"]
+    tensors: CountInt
+    bytes: CountInt
+    sha256: Sha256
+
+
+class RunRecord(Model):
+    """The whole run. Written by rank 0, completed by the export and check stages."""
+
+    schema_version: Literal[1] = 1
+    decision_sha256: Sha256
+    evidence_sha256: Sha256
+    status: Literal["running", "trained", "exported", "failed"]
+    world_size: CountInt
+    device: str
+    versions: dict[str, str]
+    load: LoadFacts | None = None
+    steps: tuple[StepMetric, ...] = ()
+    evaluations: tuple[EvalMetric, ...] = ()
+    expert_loads: tuple[ExpertLoad, ...] = ()
+    checks: tuple[CheckResult, ...] = ()
+    adapter: AdapterFacts | None = None
+    measured_step_ms: NonNegative | None = None
+    measured_peak_bytes: CountInt | None = None
+    predicted_step_ms: NonNegative | None = None
+    predicted_peak_bytes: CountInt | None = None
+    resumed_from_steps: tuple[CountInt, ...] = ()
+    failure: str = ""

@@ -1,0 +1,64 @@
+"""The shape of an axis: its legal values given earlier choices, and its legality rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from shardwright.schemas.base import Identifier, Model
+from shardwright.schemas.strategy import ParallelStrategy
+from shardwright.search_spaces.context import SearchContext
+from shardwright.search_spaces.executable import Value
+
+Draws = Mapping[str, Any]
+"""Values chosen so far, by axis name."""
+
+
+class Violation(Model):
+    """One broken rule."""
+
+    rule: Identifier
+    message: str
+    """What was found, with its numbers."""
+    nearest_legal: tuple[str, ...] = ()
+    """The closest values that the rule allows, nearest first."""
+
+
+class Trial(Protocol):
+    """What an axis needs of a search trial."""
+
+    def suggest_int(self, name: str, low: int, high: int) -> int: ...
+
+    def suggest_categorical(self, name: str, choices: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the space.
+
+    ``choices`` gives every legal value that follows the earlier draws, best-known order ascending;
+    ``check`` judges a whole strategy; ``read`` takes the axis value out of one.
+    ``encoding``: ``index`` draws a position in the sorted legal values (a metric axis),
+    ``categorical`` draws among ``fixed`` values, which never change between trials.
+    """
+
+    name: str
+    choices: Callable[[SearchContext, Draws], tuple[Value, ...]]
+    read: Callable[[ParallelStrategy], Value]
+    check: Callable[[SearchContext, ParallelStrategy], tuple[Violation, ...]]
+    encoding: Literal["index", "categorical"] = "index"
+    fixed: tuple[Value, ...] = ()
+
+    def draw(self, trial: Trial, allowed: tuple[Value, ...]) -> Value:
+        """Take one of ``allowed`` through the trial; a single value is not drawn."""
+        if len(allowed) == 1:
+            return allowed[0]
+        if self.encoding == "categorical" and allowed == self.fixed:
+            return trial.suggest_categorical(self.name, list(self.fixed))
+        return allowed[trial.suggest_int(f"{self.name}_index", 0, len(allowed) - 1)]
+
+
+def no_rule(context: SearchContext, strategy: ParallelStrategy) -> tuple[Violation, ...]:
+    """For axes whose values are legal on every model."""
+    return ()

@@ -1,0 +1,34 @@
+"""Activation checkpointing: keep everything, or keep each layer's input and recompute the rest."""
+
+from __future__ import annotations
+
+from shardwright.schemas.strategy import ParallelStrategy
+from shardwright.search_spaces import executable
+from shardwright.search_spaces.axes.base import Axis, Draws, Violation
+from shardwright.search_spaces.context import SearchContext
+
+VALUES = ("none", "full")
+
+
+def routing_is_kept(context: SearchContext) -> bool:
+    """Whether a recomputed MoE layer is proved to route every token as its forward pass did."""
+    return context.experts == 0 or executable.PRESERVED_ROUTING is not None
+
+
+def _choices(context: SearchContext, draws: Draws) -> tuple[str, ...]:
+    return VALUES if routing_is_kept(context) else ("none",)
+
+
+def _check(context: SearchContext, strategy: ParallelStrategy) -> tuple[Violation, ...]:
+    if strategy.checkpointing == "none" or routing_is_kept(context):
+        return ()
+    return (
+        Violation(
+            rule="recompute-keeps-routing",
+            message="the recomputed router may choose other experts than the forward pass: its outputs must be saved",
+            nearest_legal=("checkpointing none",),
+        ),
+    )
+
+
+AXIS = Axis("checkpointing", _choices, lambda s: s.checkpointing, _check, encoding="categorical", fixed=VALUES)

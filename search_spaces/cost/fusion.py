@@ -1,0 +1,71 @@
+"""Which provider runs each fusible operator of a plan, and what it costs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardwright.schemas.fusion import FusionDecision
+from shardwright.schemas.ops import OpCost
+from shardwright.search_spaces.providers import PROVIDERS, provider_cost
+
+HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+"""Module names of norms over one head's width."""
+
+
+@dataclass(frozen=True)
+class FusedProviders:
+    """Operator → (provider, modules it replaces); everything else runs eager."""
+
+    chosen: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, decisions: Sequence[FusionDecision]) -> FusedProviders:
+        """Read the accepted decisions that replace something.
+
+        Several regions of one operator add up; where their providers differ, that of the first stands.
+        """
+        chosen: dict[str, tuple[str, tuple[str, ...]]] = {}
+        for decision in decisions:
+            if decision.rejected or decision.provider == "eager":
+                continue
+            op = operator_of(decision)
+            provider, modules = chosen.get(op, (decision.provider, ()))
+            chosen[op] = (provider, (*modules, *decision.modules))
+        return cls(chosen)
+
+    def provider(self, op: str) -> str:
+        return self.chosen[op][0] if op in self.chosen else "eager"
+
+    def norms(self, layers: int) -> dict[str, float]:
+        """The two norms of hidden width in a layer, shared out: ``add_rms_norm``, ``rms_norm``, ``eager``.
+
+        Per-head norms of q and k are not among them.
+        """
+        added = min(2.0, self._hidden_norms("add_rms_norm") / layers)
+        alone = min(2.0 - added, self._hidden_norms("rms_norm") / layers)
+        return {"add_rms_norm": added, "rms_norm": alone, "eager": 2.0 - added - alone}
+
+    def _hidden_norms(self, op: str) -> int:
+        modules = self.chosen[op][1] if op in self.chosen else ()
+        return sum(1 for module in modules if not module.endswith(HEAD_NORMS))
+
+    def cost(self, op: str, shape: dict[str, int], dtype: str) -> OpCost:
+        """Work of the chosen provider: its kernel's own cost, or that of eager or compile."""
+        provider = self.provider(op)
+        if provider in PROVIDERS:
+            return provider_cost(op, provider, shape, dtype)
+        return kernel_cost(op, shape, dtype)
+
+
+def operator_of(decision: FusionDecision) -> str:
+    """The operator name of a decision: its op, else its pattern, with underscores."""
+    return (decision.pattern if decision.op in ("", "-") else decision.op).replace("-", "_")
+
+
+def kernel_cost(op: str, shape: dict[str, int], dtype: str) -> OpCost:
+    """What the fused operator of that name declares for a shape."""
+    module = importlib.import_module(f"shardwright.kernels.{op}.cost")
+    cost: OpCost = module.cost(**shape, dtype=dtype)
+    return cost

@@ -1,0 +1,199 @@
+"""What one model with its adapters asks of a rank, before any mesh is chosen.
+
+Legend: T tokens, H hidden, I expert width, E experts, K experts per token, V vocabulary, n heads,
+d head dim, b bytes per computed value, r LoRA rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwright.schemas.lora import LoraTarget
+from shardwright.schemas.profile import CheckpointProfile, LayerKind
+from shardwright.schemas.recipe import Recipe
+from shardwright.search_spaces.providers import BYTES
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_SECOND = re.compile(r"(^|[._])(o|out|down|w2|dense|wo)(_proj)?($|[._])")
+"""Names of the projection that ends a block: its input is the block's inner tensor."""
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """LoRA on one layer (mean over its kind), or on the root."""
+
+    dense_parameters: float = 0.0
+    expert_parameters: float = 0.0
+    dense_ranks: float = 0.0
+    """Sum of r over dense targets: values per token kept for backward."""
+    expert_ranks: float = 0.0
+    dense_traffic: float = 0.0
+    """Values per token that dense adapters move forward: in + 2r + 3·out each."""
+    expert_traffic: float = 0.0
+    dense_features: float = 0.0
+    """Sum of r·(in + out) over dense targets: half the flops per token forward."""
+    expert_features: float = 0.0
+    attention_in: bool = False
+    attention_out: bool = False
+    experts_in: bool = False
+    experts_out: bool = False
+    mlp_in: bool = False
+    mlp_out: bool = False
+    targets: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """Layers that are built alike."""
+
+    kind: LayerKind
+    dense_parameters: int
+    """Of one layer, without routed experts."""
+    expert_parameters: int
+    mlp_width: int
+    """Width of the dense MLP, or of all shared experts together; 0 for none."""
+    adapters: Adapters
+
+    @property
+    def count(self) -> int:
+        return len(self.kind.layer_indices)
+
+    @property
+    def routed(self) -> bool:
+        return self.expert_parameters > 0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sizes that every cost term reads."""
+
+    profile: CheckpointProfile
+    recipe: Recipe
+    layers: tuple[LayerWork, ...]
+    root_parameters: int
+    """Embedding, head, final norm and whatever stands outside the layers."""
+    root_adapters: Adapters
+    adapter_dense_parameters: int
+    adapter_expert_parameters: int
+    dtype: str
+    base_bytes: int
+    adapter_bytes: int
+
+    @property
+    def hidden(self) -> int:
+        return self.profile.shape.hidden_size
+
+    @property
+    def vocabulary(self) -> int:
+        return self.profile.shape.vocab_size
+
+    @property
+    def expert_total(self) -> int:
+        """Routed-expert parameters of the whole model."""
+        return sum(layer.expert_parameters * layer.count for layer in self.layers)
+
+    @property
+    def dense_total(self) -> int:
+        """All other parameters."""
+        return self.root_parameters + sum(layer.dense_parameters * layer.count for layer in self.layers)
+
+    @property
+    def query_width(self) -> int:
+        return self.profile.shape.num_attention_heads * self.profile.shape.head_dim
+
+    @property
+    def key_width(self) -> int:
+        return self.profile.shape.num_key_value_heads * self.profile.shape.head_dim
+
+
+def workload(profile: CheckpointProfile, recipe: Recipe, targets: Sequence[LoraTarget]) -> Workload:
+    """Count a model once; every strategy is priced from this."""
+    shape = profile.shape
+    layers = tuple(
+        LayerWork(
+            kind=kind,
+            dense_parameters=kind.parameters - kind.expert_parameters,
+            expert_parameters=kind.expert_parameters,
+            mlp_width=shape.dense_intermediate_size
+            if kind.mlp == "dense"
+            else shape.num_shared_experts * shape.expert_intermediate_size,
+            adapters=_adapters(
+                [t for t in targets if _layer_of(t) in kind.layer_indices], len(kind.layer_indices), shape.num_experts
+            ),
+        )
+        for kind in profile.layer_kinds
+    )
+    inside = sum(layer.kind.parameters * layer.count for layer in layers)
+    adapter_dense = sum(t.adapter_parameters for t in targets if not _routed(t))
+    return Workload(
+        profile=profile,
+        recipe=recipe,
+        layers=layers,
+        root_parameters=max(profile.parameters.total - inside, 0),
+        root_adapters=_adapters([t for t in targets if _layer_of(t) is None], 1, shape.num_experts),
+        adapter_dense_parameters=adapter_dense,
+        adapter_expert_parameters=sum(t.adapter_parameters for t in targets) - adapter_dense,
+        dtype=recipe.precision.base,
+        base_bytes=BYTES[recipe.precision.base],
+        adapter_bytes=BYTES[recipe.precision.adapter],
+    )
+
+
+def _layer_of(target: LoraTarget) -> int | None:
+    match = _LAYER.search(f".{target.parameter}")
+    return int(match.group(1)) if match else None
+
+
+def _is_second(target: LoraTarget) -> bool:
+    name = target.parameter.removesuffix(".weight").rsplit(".", 1)[-1]
+    return bool(_SECOND.search(name))
+
+
+def _routed(target: LoraTarget) -> bool:
+    return target.kind == "experts" or target.role == "experts"
+
+
+def _adapters(targets: list[LoraTarget], layers: int, experts: int) -> Adapters:
+    """Sums over the targets of ``layers`` layers, per layer.
+
+    An adapter on one expert's own linear meets that expert's share of the rows only: 1/E of them.
+    """
+    dense = [t for t in targets if not _routed(t)]
+    stacks = [t for t in targets if _routed(t)]
+    attention = [t for t in dense if t.role == "attention"]
+    mlp = [t for t in dense if t.role in ("dense_mlp", "shared_experts")]
+
+    def total(values: list[float]) -> float:
+        return sum(values) / layers
+
+    def share(target: LoraTarget) -> float:
+        return 1 / experts if target.kind == "dense" and _routed(target) else 1.0
+
+    def ranks(group: list[LoraTarget]) -> float:
+        return total([share(t) * t.rank for t in group])
+
+    def features(group: list[LoraTarget]) -> float:
+        return total([share(t) * t.rank * (t.in_features + t.out_features) for t in group])
+
+    def traffic(group: list[LoraTarget]) -> float:
+        return total([share(t) * (t.in_features + 2 * t.rank + 3 * t.out_features) for t in group])
+
+    return Adapters(
+        dense_parameters=total([t.adapter_parameters for t in dense]),
+        expert_parameters=total([t.adapter_parameters for t in stacks]),
+        dense_ranks=ranks(dense),
+        expert_ranks=ranks(stacks),
+        dense_traffic=traffic(dense),
+        expert_traffic=traffic(stacks),
+        dense_features=features(dense),
+        expert_features=features(stacks),
+        attention_in=any(not _is_second(t) for t in attention),
+        attention_out=any(_is_second(t) for t in attention),
+        experts_in=any(not _is_second(t) for t in stacks),
+        experts_out=any(_is_second(t) for t in stacks),
+        mlp_in=any(not _is_second(t) for t in mlp),
+        mlp_out=any(_is_second(t) for t in mlp),
+        targets=len(targets) / layers,
+    )

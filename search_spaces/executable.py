@@ -1,0 +1,68 @@
+"""Which axis values the runtime really runs, each with the test that proves it.
+
+A value that is not here may be shown by ``--explore``; ``apply`` refuses it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Value = int | bool | str
+
+PARITY = "tests/runtime/test_parity.py"
+
+
+@dataclass(frozen=True)
+class ExecutableAxis:
+    """The runnable values of one axis.
+
+    ``proof`` maps a value to a pytest id. ``any_degree`` marks integer axes whose code path does
+    not depend on the value beyond what the listed values exercise.
+    """
+
+    proof: dict[Value, str]
+    any_degree: bool = False
+
+    def runs(self, value: Value) -> bool:
+        if self.any_degree and isinstance(value, int) and not isinstance(value, bool):
+            return value >= 1
+        return value in self.proof
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        return tuple(self.proof)
+
+
+_BASE = f"{PARITY}::test_one_rank_equals_plain_training"
+_FSDP = f"{PARITY}::test_fsdp2_equals_one_rank"
+_EP = f"{PARITY}::test_ep2_equals_one_rank"
+
+EXECUTABLE: dict[str, ExecutableAxis] = {
+    "pp": ExecutableAxis({1: _BASE}),
+    "cp": ExecutableAxis({1: _BASE}),
+    "tp": ExecutableAxis({1: _BASE}),
+    "replicate": ExecutableAxis({1: _BASE}),
+    "ep": ExecutableAxis({1: _BASE, 2: _EP}, any_degree=True),
+    "shard": ExecutableAxis({1: _BASE, 2: _FSDP}, any_degree=True),
+    "micro_batch_sequences": ExecutableAxis({1: _BASE, 2: f"{PARITY}::test_micro_batch_keeps_losses"}, any_degree=True),
+    "accumulation_steps": ExecutableAxis({1: _BASE, 2: f"{PARITY}::test_accumulation_keeps_losses"}, any_degree=True),
+    "checkpointing": ExecutableAxis({"none": _BASE, "full": f"{PARITY}::test_checkpointing_keeps_losses"}),
+    "reshard_after_forward": ExecutableAxis({True: _FSDP, False: f"{PARITY}::test_no_reshard_keeps_losses"}),
+    "prefetch_depth": ExecutableAxis({1: _FSDP}),
+    "expert_padding_tokens": ExecutableAxis({1: _EP}),
+    "overlap": ExecutableAxis({"none": _EP}),
+    "offload": ExecutableAxis({"none": _BASE}),
+    "expert_placement": ExecutableAxis({"contiguous": _EP}),
+}
+"""Axis name → what runs."""
+
+BASE_PACKINGS: dict[str, str] = {"plain": _BASE}
+"""Storage formats of the base weights that the runtime loads, with the proving test."""
+
+PRESERVED_ROUTING: str | None = f"{PARITY}::test_checkpointing_keeps_losses"
+"""Proof that a checkpointed MoE layer routes alike in its recomputation; ``None`` would forbid it."""
+
+
+def runs(axis: str, value: Value) -> bool:
+    """Whether the runtime runs this value of this axis."""
+    return EXECUTABLE[axis].runs(value)

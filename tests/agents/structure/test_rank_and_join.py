@@ -1,0 +1,258 @@
+"""Which provider a region gets, for which device and mesh, and what the plan then says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwright.agents.structure.choose import fastest
+from shardwright.agents.structure.join import decimal_text, recertify
+from shardwright.agents.structure.propose import find_matches
+from shardwright.agents.structure.rank import Target, counted, floor_ms, timing, variants
+from shardwright.agents.structure.run import StructureResult, run_structure
+from shardwright.checkpoints.profile import profile_checkpoint
+from shardwright.kernels.evidence import EvidenceStore, shape_bucket
+from shardwright.kernels.registry import source_sha256
+from shardwright.schemas.canonical import canonical_bytes
+from shardwright.schemas.cluster import ClusterSpec
+from shardwright.schemas.fusion import FusionDecision, Gain, Variant, VariantPredicate
+from shardwright.schemas.ops import MeasuredTime
+from shardwright.schemas.profile import CheckpointProfile
+from shardwright.schemas.recipe import LoraSpec, Recipe
+from shardwright.schemas.strategy import Mesh, ParallelStrategy
+from shardwright.search_spaces.catalogue import load_cluster
+
+NORM, PAIR = "rms_norm:{}:post_attention_layernorm", "add_rms_norm:{}:post_attention_layernorm"
+
+
+@pytest.fixture(scope="module")
+def profile(mixtral_folder: Path) -> CheckpointProfile:
+    return profile_checkpoint(mixtral_folder)
+
+
+@pytest.fixture(scope="module")
+def kind(profile: CheckpointProfile) -> str:
+    (only,) = profile.layer_kinds
+    return only.name
+
+
+@pytest.fixture(scope="module")
+def on_cuda(mixtral_folder: Path, profile: CheckpointProfile, recipe: Recipe) -> StructureResult:
+    return run_structure(mixtral_folder, profile, load_cluster("h200-8"), recipe)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(mixtral_folder: Path, profile: CheckpointProfile, recipe: Recipe) -> StructureResult:
+    return run_structure(mixtral_folder, profile, load_cluster("cpu-2"), _fp32(recipe))
+
+
+def _fp32(recipe: Recipe) -> Recipe:
+    return recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"base": "float32"})})
+
+
+def decided(result: StructureResult, cluster: ClusterSpec, recipe: Recipe, **mesh: int) -> dict[str, FusionDecision]:
+    _, decisions = recertify(result.proposals, ParallelStrategy(mesh=Mesh(**mesh)), cluster, recipe)
+    return {d.proposal_id: d for d in decisions}
+
+
+def by_id(result: StructureResult):  # type: ignore[no-untyped-def]
+    return {p.id: p for p in result.proposals}
+
+
+def test_our_kernel_is_chosen_on_cuda_and_covers_each_operation_once(on_cuda, kind) -> None:  # type: ignore[no-untyped-def]
+    proposals = by_id(on_cuda)
+    assert proposals[PAIR.format(kind)].chosen == "kernel"
+    assert proposals[NORM.format(kind)].chosen is None
+    assert proposals[NORM.format(kind)].reason.startswith(f"superseded by {PAIR.format(kind)}")
+    assert proposals[f"rms_norm:{kind}:input_layernorm"].chosen == "kernel"
+    claimed: set[tuple[str, str]] = set()
+    for proposal in on_cuda.proposals:
+        if proposal.chosen is not None:
+            nodes = {(proposal.region.layer_kind, node) for node in proposal.certificate.matched_nodes}
+            assert not nodes & claimed
+            claimed |= nodes
+
+
+def test_a_cpu_cluster_stays_eager_and_says_why(on_cpu, kind) -> None:  # type: ignore[no-untyped-def]
+    for proposal in on_cpu.proposals:
+        assert proposal.chosen is None or proposal.chosen.startswith("eager")
+    proposals = by_id(on_cpu)
+    assert "compile time is not repaid" in proposals[f"rms_norm:{kind}:input_layernorm"].reason
+    assert proposals[NORM.format(kind)].chosen == "eager"
+    assert proposals[PAIR.format(kind)].reason.startswith(f"superseded by {NORM.format(kind)}")
+    kernel = next(v for v in proposals[NORM.format(kind)].variants if v.provider == "shardwright")
+    assert not kernel.available and "cuda" in kernel.unavailable_because
+
+
+def test_the_seam_between_layers_is_shown_and_refused(on_cuda, kind) -> None:  # type: ignore[no-untyped-def]
+    seam = by_id(on_cuda)[f"add_rms_norm:{kind}:input_layernorm"]
+    assert seam.chosen is None and "sharding-boundary: refuted" in seam.reason
+
+
+def test_decisions_name_all_instances_constants_and_sources(on_cuda, recipe, kind) -> None:  # type: ignore[no-untyped-def]
+    decisions = decided(on_cuda, load_cluster("h200-8"), recipe, shard=8)
+    pair = decisions[PAIR.format(kind)]
+    assert pair.provider == "shardwright" and pair.op == "add_rms_norm"
+    assert pair.modules == tuple(f"model.layers.{i}" for i in range(3))
+    assert pair.roles == {
+        "norm": "post_attention_layernorm",
+        "first_norm": "input_layernorm",
+        "branch": "self_attn",
+        "mlp": "mlp",
+    }
+    assert pair.constants["eps"] == "0.00001"
+    assert pair.source_sha256 == source_sha256("add_rms_norm") and float(pair.tolerance) > 0
+    experts = decisions[f"experts:{kind}/experts:experts"]
+    assert experts.source_sha256 is None and experts.tolerance == "0"
+    canonical_bytes(list(decisions.values()), floats=False)
+
+
+def test_the_mesh_picks_the_variant_and_the_certificate_says_so(on_cuda, recipe, kind) -> None:  # type: ignore[no-untyped-def]
+    cluster = load_cluster("h200-8")
+    for mesh, wanted in ((Mesh(shard=8), "eager-whole"), (Mesh(shard=2, ep=4), "eager-cut-at-dispatch")):
+        proposals, decisions = recertify(on_cuda.proposals, ParallelStrategy(mesh=mesh), cluster, recipe)
+        again, same = recertify(proposals, ParallelStrategy(mesh=mesh), cluster, recipe)
+        assert (again, same) == (proposals, decisions)
+        name = f"experts:{kind}/experts:experts"
+        assert next(d for d in decisions if d.proposal_id == name).variant == wanted
+        obligations = next(p for p in proposals if p.id == name).certificate.obligations
+        evidence = next(o.evidence for o in obligations if o.name == "sharding-boundary")
+        assert evidence.endswith(f"mesh {mesh.text()}: {wanted}")
+
+
+def test_tensor_parallelism_refuses_every_region(on_cuda, recipe) -> None:  # type: ignore[no-untyped-def]
+    proposals, decisions = recertify(
+        on_cuda.proposals, ParallelStrategy(mesh=Mesh(shard=4, tp=2)), load_cluster("h200-8"), recipe
+    )
+    assert decisions == ()
+    assert all("sharding-boundary: refuted" in p.reason for p in proposals)
+
+
+def test_a_refused_certificate_stays_refused(on_cuda, recipe, kind) -> None:  # type: ignore[no-untyped-def]
+    name = PAIR.format(kind)
+    spoiled = []
+    for proposal in on_cuda.proposals:
+        if proposal.id == name:
+            obligations = tuple(
+                o.model_copy(update={"status": "unknown"}) if o.name == "hooks" else o
+                for o in proposal.certificate.obligations
+            )
+            certificate = proposal.certificate.model_copy(update={"obligations": obligations})
+            proposal = proposal.model_copy(update={"certificate": certificate})
+        spoiled.append(proposal)
+    found = decided(StructureResult(on_cuda.graph, tuple(spoiled)), load_cluster("h200-8"), recipe, shard=8)
+    assert name not in found and found[NORM.format(kind)].op == "rms_norm"
+
+
+def test_gains_say_where_they_come_from(on_cuda) -> None:  # type: ignore[no-untyped-def]
+    for proposal in on_cuda.proposals:
+        for variant in proposal.variants:
+            assert variant.gain is not None
+            assert variant.gain.basis and variant.gain.time_ms > 0
+            assert variant.gain.time_ms >= 0.99 * variant.gain.floor_ms or variant.gain.origin == "measured"
+            if variant.provider == "eager":
+                assert variant.gain.speedup == 1.0
+            assert variant.available or variant.unavailable_because
+
+
+def test_modelled_time_is_bytes_over_bandwidth_at_large_sizes(profile, recipe) -> None:  # type: ignore[no-untyped-def]
+    """Closed form: forward moves 2·T·H·2 bytes and backward 3·T·H·2, both far above the launch floor."""
+    cluster = load_cluster("h200-8")
+    target = Target(cluster, profile, recipe)
+    shape = {"T": 65536, "H": 7168}
+    seen = timing("rms_norm", "shardwright", shape, target)
+    expected = 5 * 65536 * 7168 * 2 / cluster.device.memory_bandwidth_bytes_per_s * 1e3
+    assert seen.origin == "modelled" and seen.time_ms == pytest.approx(expected, rel=0.01)
+    assert floor_ms(counted("rms_norm", "shardwright", shape, "bfloat16"), target) <= seen.time_ms
+
+
+def test_measured_times_override_modelled_ones(tmp_path, profile, recipe) -> None:  # type: ignore[no-untyped-def]
+    cluster, shape = load_cluster("h200-8"), {"T": 512, "H": 64}
+    base = MeasuredTime(
+        op="rms_norm",
+        provider="shardwright",
+        pass_name="fwd+bwd",
+        device=cluster.device.name,
+        driver="",
+        versions={},
+        source_sha256=source_sha256("rms_norm"),
+        shape_bucket=shape_bucket(shape),
+        dtype="bfloat16",
+        median_ms=0.5,
+        floor_ms=0.25,
+        peak_bytes=0,
+        repeats=100,
+        date="2026-01-01",
+    )
+    path = tmp_path / "times.jsonl"
+    EvidenceStore(path).add([base])
+    target = Target(cluster, profile, recipe, (path,))
+    seen = timing("rms_norm", "shardwright", shape, target)
+    assert (seen.origin, seen.time_ms, seen.floor_ms) == ("measured", 0.5, 0.25) and "2026-01-01" in seen.basis
+    EvidenceStore(path).add([base.model_copy(update={"pass_name": "fwd+dx", "median_ms": 0.4})])
+    assert timing("rms_norm", "shardwright", shape, target).time_ms == 0.4
+    for changed in ({"T": 512, "H": 128}, {"T": 5120, "H": 64}):
+        assert timing("rms_norm", "shardwright", changed, target).origin == "modelled"
+    other = replace(target, cluster=load_cluster("cpu-2"), recipe=_fp32(recipe))
+    assert timing("rms_norm", "shardwright", shape, other).origin == "modelled"
+
+
+def test_an_adapter_inside_closes_variants_that_do_not_compute_it(  # type: ignore[no-untyped-def]
+    mixtral_folder, profile, recipe
+) -> None:
+    adapted = recipe.model_copy(update={"lora": LoraSpec(targets=("head",), rank=4)})
+    result = run_structure(mixtral_folder, profile, load_cluster("h200-8"), adapted)
+    head = by_id(result)["linear_cross_entropy:final:lm_head"]
+    (obligation,) = [o for o in head.certificate.obligations if o.name == "lora-inside"]
+    assert "lm_head.weight" in obligation.evidence and head.chosen == "eager"
+
+
+def test_a_kernel_for_contiguous_rows_does_not_take_a_slice(tiny, captured, profile, recipe) -> None:  # type: ignore[no-untyped-def]
+    """deepseek_v3's kv norm reads a slice of a wider projection."""
+    target = Target(load_cluster("h200-8"), profile, recipe)
+    for match in find_matches(captured(tiny("deepseek_v3"))):
+        if match.pattern.name == "rms_norm":
+            kernel = next(v for v in variants(match, target, adapted=False) if v.provider == "shardwright")
+            assert kernel.available == (not match.anchor.endswith("kv_a_layernorm"))
+            assert kernel.available or "contiguous" in kernel.unavailable_because
+
+
+def test_two_runs_give_the_same_bytes(mixtral_folder, profile, recipe, on_cuda) -> None:  # type: ignore[no-untyped-def]
+    again = run_structure(mixtral_folder, profile, load_cluster("h200-8"), recipe)
+    assert canonical_bytes(again.graph) == canonical_bytes(on_cuda.graph)
+    assert canonical_bytes(list(again.proposals)) == canonical_bytes(list(on_cuda.proposals))
+
+
+def test_the_graph_holds_one_layer_of_each_kind(on_cuda, kind) -> None:  # type: ignore[no-untyped-def]
+    assert [layer.kind for layer in on_cuda.graph.layers] == [kind, f"{kind}/experts", "embedding", "final"]
+    assert on_cuda.graph.layers[0].occurrences == tuple(f"model.layers.{i}" for i in range(3))
+
+
+def _variant(provider: str, time_ms: float, origin: str) -> Variant:
+    gain = Gain(
+        provider=provider, time_ms=time_ms, eager_ms=9, floor_ms=1, speedup=9 / time_ms, origin=origin, basis="test"
+    )
+    return Variant(name=provider, provider=provider, op="-", predicate=VariantPredicate(), gain=gain, available=True)
+
+
+@pytest.mark.parametrize(
+    ("own", "compiled", "wanted"),
+    [
+        ((2.0, "modelled"), (2.1, "modelled"), "shardwright"),
+        ((2.0, "modelled"), (1.9, "modelled"), "shardwright"),
+        ((2.0, "modelled"), (1.7, "modelled"), "compile"),
+        ((2.0, "measured"), (1.9, "measured"), "compile"),
+        ((2.0, "measured"), (1.9, "modelled"), "shardwright"),
+    ],
+)
+def test_modelled_ties_go_to_the_verified_kernel(own, compiled, wanted) -> None:  # type: ignore[no-untyped-def]
+    best = fastest((_variant("compile", *compiled), _variant("shardwright", *own)))
+    assert best is not None and best.provider == wanted
+
+
+@pytest.mark.parametrize("value", [1e-5, 1e-6, 1e-12, 0.5, 3.0])
+def test_decimal_text_reads_back(value: float) -> None:
+    text = decimal_text(value)
+    assert float(text) == value and "e" not in text.lower()

@@ -1,0 +1,8 @@
+"""Make the examples' shared modules importable as the builders import them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))

@@ -1,0 +1,72 @@
+"""The table of operators: lazy, complete, and hashed by source."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwright.kernels import registry
+from shardwright.kernels.registry import OPERATORS, operator, source_sha256
+from shardwright.schemas.errors import KernelError
+
+
+def test_the_table_loads_no_torch() -> None:
+    script = (
+        "import sys\n"
+        "from shardwright.kernels.registry import OPERATORS, source_sha256\n"
+        "for name, entry in OPERATORS.items():\n"
+        "    source_sha256(name); entry.load_cost()\n"
+        "    __import__(f'shardwright.kernels.{entry.folder}.contract')\n"
+        "assert not {'torch', 'triton'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_operator_has_all_its_parts(name: str) -> None:
+    pytest.importorskip("triton")
+    entry = operator(name)
+    folder = registry.ROOM / entry.folder
+    assert {"reference.py", "triton.py", "op.py", "contract.py", "cost.py"} <= {p.name for p in folder.glob("*.py")}
+    assert callable(entry.load_op()) and callable(entry.load_cost())
+    suite = entry.load_suite()
+    assert suite.op == name and suite.small_shapes and suite.compile_cases
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_kernel_names_begin_with_their_operator(name: str) -> None:
+    text = (registry.ROOM / operator(name).folder / "triton.py").read_text()
+    kernels = [line.split("(")[0].removeprefix("def ") for line in text.splitlines() if line.startswith("def ")]
+    assert any(k.endswith("_fwd_kernel") for k in kernels)
+
+
+def test_an_unknown_operator_is_named() -> None:
+    with pytest.raises(KernelError, match="'softmax'") as caught:
+        source_sha256("softmax")
+    assert caught.value.code == "kernel/unknown-operator"
+
+
+def test_the_hash_follows_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = tmp_path / "kernels"
+    shutil.copytree(registry.ROOM, room, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(registry, "ROOM", room)
+    before = {name: source_sha256(name) for name in ("rms_norm", "add_rms_norm")}
+    assert before["rms_norm"] != before["add_rms_norm"]
+    for path in registry.sources("add_rms_norm"):
+        content = path.read_bytes()
+        path.write_bytes(content + b"\n")
+        assert source_sha256("add_rms_norm") != before["add_rms_norm"], path
+        path.write_bytes(content)
+    assert source_sha256("add_rms_norm") == before["add_rms_norm"]
+    borrowed = room / "rms_norm" / "triton.py"
+    borrowed.write_bytes(borrowed.read_bytes() + b"\n")
+    assert source_sha256("add_rms_norm") != before["add_rms_norm"]
+
+
+def test_costs_and_cases_may_change_without_a_new_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {p.name for p in registry.sources("rms_norm")}
+    assert not names & {"cost.py", "cases.py"}

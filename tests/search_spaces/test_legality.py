@@ -1,0 +1,171 @@
+"""Every rule by name, with the nearest legal values."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardwright.schemas.cluster import ClusterSpec
+from shardwright.schemas.strategy import Mesh, ParallelStrategy
+from shardwright.search_spaces import executable
+from shardwright.search_spaces.axes.ep import uneven_shares
+from shardwright.search_spaces.context import SearchContext, divisors
+from shardwright.search_spaces.legality import Violation, refuse, violations
+from shardwright.search_spaces.sharding import expert_padding_factor, expert_shard_dim
+from shardwright.search_spaces.space import legal_strategies
+
+
+def world(build: SimpleNamespace, ranks: int) -> ClusterSpec:
+    return build.cluster_of("h200-8", devices_per_node=ranks)
+
+
+def judge(build: SimpleNamespace, ranks: int, experts: int, mesh: Mesh, **recipe: Any) -> dict[str, Violation]:
+    """Broken rules by name, for a tiny model."""
+    recipe = {"batch": ranks, **recipe}
+    strategy = ParallelStrategy(mesh=mesh)
+    found = violations(build.tiny(experts), build.recipe_of(**recipe), world(build, ranks), strategy)
+    return {violation.rule: violation for violation in found}
+
+
+def test_ep_must_divide_the_experts(build: SimpleNamespace) -> None:
+    """Case C1: six experts on four ranks."""
+    found = judge(build, 4, 6, Mesh(ep=4))
+    assert set(found) == {"ep-divides-experts"}
+    assert set(found["ep-divides-experts"].nearest_legal) == {"1", "2"}
+
+
+def test_uneven_experts_are_refused_with_the_shares_they_would_give(build: SimpleNamespace) -> None:
+    """Case C2: thirty experts on eight ranks."""
+    assert uneven_shares(30, 8) == [4, 4, 4, 4, 4, 4, 3, 3]
+    found = judge(build, 8, 30, Mesh(ep=8))
+    assert "[4, 4, 4, 4, 4, 4, 3, 3]" in found["ep-divides-experts"].message
+    assert found["ep-divides-experts"].nearest_legal == ("2", "1")
+
+
+def test_the_mesh_must_cover_the_world(build: SimpleNamespace) -> None:
+    """Case C3: ep 3 cannot divide eight ranks; ep 4 leaves shard 2 and eight data ranks."""
+    assert "ep 3 must divide 8" in judge(build, 8, 12, Mesh(shard=8, ep=3))["mesh-covers-world"].message
+    legal = ParallelStrategy(mesh=Mesh(shard=2, ep=4))
+    assert violations(build.tiny(8), build.recipe_of(batch=8), world(build, 8), legal) == ()
+    assert legal.mesh.data_ranks == 8
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
+def test_axes_that_the_runtime_lacks_are_refused_by_name(build: SimpleNamespace, axis: str) -> None:
+    """Cases C3 and C8: FSDP with pp; ep with tp."""
+    found = judge(build, 8, 4, Mesh(ep=4, **{axis: 2}))
+    assert f"{axis} = 2" in found["runtime-runs-it"].message
+
+
+def test_replicas_do_not_count_when_experts_are_sharded(build: SimpleNamespace) -> None:
+    """Case C5: replicate 2, shard 4, four experts: dim 0, for only shard is compared with E."""
+    mesh = Mesh(replicate=2, shard=4)
+    assert expert_shard_dim(4, mesh, 32, 32) == 0
+    assert expert_shard_dim(4, Mesh(shard=8), 32, 32) == 1
+    strategy = ParallelStrategy(mesh=mesh)
+    recipe, cluster = build.recipe_of(batch=8), world(build, 8)
+    assert violations(build.tiny(4), recipe, cluster, strategy, explore=True) == ()
+    assert [v.rule for v in violations(build.tiny(4), recipe, cluster, strategy)] == ["runtime-runs-it"]
+
+
+def test_a_stack_with_too_few_experts_is_split_elsewhere() -> None:
+    """FSDP pads dim 0 and refuses uneven pieces elsewhere."""
+    assert expert_shard_dim(4, Mesh(shard=16), 24, 32) == 2
+    assert expert_shard_dim(4, Mesh(shard=6), 32, 32) == 0
+
+
+def test_padding_of_expert_shards(build: SimpleNamespace) -> None:
+    def factor(experts: int, mesh: Mesh) -> float:
+        return expert_padding_factor(build.tiny(experts).shape, mesh)
+
+    assert factor(6, Mesh(shard=4)) == pytest.approx(8 / 6)
+    assert factor(8, Mesh(shard=4, ep=2)) == 1
+    assert factor(4, Mesh(shard=8)) == 1
+    assert factor(4, Mesh(shard=6)) == pytest.approx(6 / 4)
+
+
+def test_packed_blocks_are_checked_before_a_kernel_meets_them(build: SimpleNamespace) -> None:
+    """Case C6: width 44 under a block of 32."""
+    profile = build.tiny(4, width=44, packing="mxfp4", block=(32,))
+    context = SearchContext(profile, build.recipe_of(batch=8), world(build, 8))
+    found = {v.rule: v for v in violations(profile, context.recipe, context.cluster, ParallelStrategy(mesh=Mesh(ep=4)))}
+    assert "44 is not a multiple of 32" in found["packed-block-alignment"].message
+    assert found["packed-block-alignment"].nearest_legal == (
+        "expert_intermediate_size = 64",
+        "precision bfloat16",
+    )
+    assert found["base-packing-runs"].nearest_legal == ("plain",)
+
+
+def test_a_mesh_larger_than_the_world_names_its_rule(build: SimpleNamespace) -> None:
+    """Case C8: ep 4 × shard 4 on eight ranks."""
+    found = judge(build, 8, 8, Mesh(shard=4, ep=4))
+    assert found["mesh-covers-world"].nearest_legal[0] == "shard2·ep4"
+
+
+def test_checkpointing_needs_proof_that_routing_repeats(
+    build: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case C9: without saved router outputs full checkpointing is flagged and never enumerated."""
+    strategy = ParallelStrategy(mesh=Mesh(ep=4), checkpointing="full")
+    arguments = (build.tiny(4), build.recipe_of(batch=4), world(build, 4))
+    assert violations(*arguments, strategy) == ()
+    monkeypatch.setattr(executable, "PRESERVED_ROUTING", None)
+    assert [v.rule for v in violations(*arguments, strategy)] == ["recompute-keeps-routing"]
+    assert {s.checkpointing for s in legal_strategies(*arguments)} == {"none"}
+
+
+@pytest.mark.parametrize(("base", "rank", "legal"), [("bfloat16", 4, ("8",)), ("bfloat16", 12, ("8", "16"))])
+def test_expert_ranks_fit_the_grouped_product(
+    build: SimpleNamespace, base: str, rank: int, legal: tuple[str, ...]
+) -> None:
+    found = judge(build, 4, 4, Mesh(ep=4), base=base, rank=rank)
+    assert found["grouped-gemm-alignment"].nearest_legal == tuple(f"lora.rank = {value}" for value in legal)
+
+
+def test_rank_rules_spare_fp32_fours_and_recipes_without_expert_targets(build: SimpleNamespace) -> None:
+    assert judge(build, 4, 4, Mesh(ep=4), base="float32", rank=4) == {}
+    assert judge(build, 4, 4, Mesh(ep=4), rank=4, targets=("attention",)) == {}
+    assert judge(build, 4, 4, Mesh(ep=4), rank=4, targets=("*.shared_experts.up_proj",)) == {}
+    assert "grouped-gemm-alignment" in judge(build, 4, 4, Mesh(ep=4), rank=4, targets=("*.experts.down_proj",))
+
+
+def test_dropout_with_expert_adapters_is_refused(build: SimpleNamespace) -> None:
+    assert "expert-dropout" in judge(build, 4, 4, Mesh(ep=4), dropout="0.05")
+    assert judge(build, 4, 4, Mesh(ep=4), dropout="0.05", targets=("attention",)) == {}
+
+
+def test_the_batch_must_divide_over_the_ranks(build: SimpleNamespace) -> None:
+    found = judge(build, 8, 8, Mesh(ep=8), batch=12)
+    assert "global_batch_sequences = 8" in found["global-batch"].nearest_legal
+    error = refuse(SearchContext(build.tiny(8), build.recipe_of(batch=12), world(build, 8)))
+    assert error.code == "legality/global-batch" and error.exit_code == 6
+    assert "global_batch_sequences = 16" in error.next_action
+    assert legal_strategies(build.tiny(8), build.recipe_of(batch=12), world(build, 8)) == ()
+
+
+def test_accumulation_must_make_the_recipes_batch(build: SimpleNamespace) -> None:
+    strategy = ParallelStrategy(mesh=Mesh(ep=4), micro_batch_sequences=2)
+    found = violations(build.tiny(4), build.recipe_of(batch=16), world(build, 4), strategy)
+    assert found[0].rule == "global-batch"
+    assert found[0].nearest_legal == ("micro_batch_sequences × accumulation_steps = 4",)
+
+
+def test_896_experts_need_powers_of_two_on_128_ranks(build: SimpleNamespace) -> None:
+    profile = build.tiny(896)
+    found = legal_strategies(profile, build.recipe_of(batch=128), build.cluster_of("h200-128"))
+    assert {s.mesh.ep for s in found} == {1, 2, 4, 8, 16, 32, 64, 128}
+
+
+def test_a_factor_of_seven_in_the_world_is_used(build: SimpleNamespace) -> None:
+    found = legal_strategies(
+        build.tiny(896), build.recipe_of(batch=56), build.cluster_of("h200-128", devices_per_node=8, nodes=7)
+    )
+    assert {7, 14, 28, 56} <= {s.mesh.ep for s in found}
+
+
+def test_divisors() -> None:
+    assert divisors(36) == (1, 2, 3, 4, 6, 9, 12, 18, 36)
+    assert divisors(1) == (1,)

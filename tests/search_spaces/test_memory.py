@@ -1,0 +1,193 @@
+"""Memory terms against arithmetic, published cases and measured peaks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from shardwright.schemas.cost import MemoryReport
+from shardwright.schemas.lora import LoraTarget
+from shardwright.schemas.strategy import Mesh, ParallelStrategy
+from shardwright.search_spaces.cost import estimate, workload
+from shardwright.search_spaces.cost.memory import gathered_layer_bytes
+
+GIB = 2**30
+
+
+def sizes(memory: MemoryReport) -> dict[str, int]:
+    return {component.name: component.bytes for component in memory.components}
+
+
+def test_frozen_weights_have_no_gradients_and_no_optimizer_state(build: SimpleNamespace) -> None:
+    """Cases B1 and B2: 22,976 frozen bf16 weights, 2,688 adapter parameters, 12 B of Adam each."""
+    profile, targets = build.tiny(), build.targets_of(build.tiny(), rank=2)
+    assert profile.parameters.total == 22_976
+    assert sum(target.adapter_parameters for target in targets) == 2_688
+    report = estimate(
+        profile, build.recipe_of(batch=1, tokens=64), build.cluster_of("h200-1"), ParallelStrategy(mesh=Mesh()), targets
+    )
+    found = sizes(report.memory)
+    assert found["frozen_base"] == 45_952
+    assert found["adapter_parameters"] + found["optimizer_state"] == 32_256
+    assert found["adapter_gradients"] == 2_688 * 4
+
+
+@pytest.mark.parametrize("ep", [1, 8])
+def test_expert_parallelism_saves_no_static_memory(build: SimpleNamespace, ep: int) -> None:
+    """Case B3: 61.06 GB over eight ranks either way; only the gathered experts differ."""
+    profile = build.qwen3_30b()
+    strategy = ParallelStrategy(mesh=Mesh(shard=8 // ep, ep=ep))
+    report = estimate(profile, build.recipe_of(batch=8), build.cluster_of("h200-8"), strategy, ())
+    assert sizes(report.memory)["frozen_base"] == 61_064_245_248 // 8
+    dense, experts = gathered_layer_bytes(
+        workload(profile, build.recipe_of(), ()), workload(profile, build.recipe_of(), ()).layers[0], strategy
+    )
+    assert experts == (603_979_776 * 2 if ep == 1 else 0)
+    assert dense == 2 * (profile.layer_kinds[0].parameters - 603_979_776)
+
+
+def test_one_rank_gathers_nothing(build: SimpleNamespace) -> None:
+    report = estimate(
+        build.tiny(), build.recipe_of(batch=1), build.cluster_of("cpu-1"), ParallelStrategy(mesh=Mesh()), ()
+    )
+    assert not {"gather_buffers", "gathered_root", "gather_staging"} & sizes(report.memory).keys()
+
+
+@pytest.mark.parametrize(
+    ("layout", "total"), [("fused", 314_572_800), ("doubled", 490_733_568), ("separate", 415_236_096)]
+)
+def test_adapters_are_counted_by_layout(build: SimpleNamespace, layout: str, total: int) -> None:
+    """Case B8: the same rank 8 on Qwen3-30B-A3B's experts in three layouts."""
+    profile = build.qwen3_30b()
+    targets = build.targets_of(profile, rank=8, attention=False)
+    if layout == "doubled":
+        targets = tuple(t.model_copy(update={"rank": 16}) if "gate_up" in t.parameter else t for t in targets)
+    if layout == "separate":
+        targets = tuple(
+            LoraTarget(
+                parameter=f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight",
+                role="experts",
+                kind="dense",
+                in_features=inputs,
+                out_features=outputs,
+                rank=8,
+                alpha="16",
+                scaling="2",
+            )
+            for layer in range(48)
+            for expert in range(128)
+            for name, inputs, outputs in (("w1", 2048, 768), ("w3", 2048, 768), ("w2", 768, 2048))
+        )
+    work = workload(profile, build.recipe_of(), targets)
+    assert work.adapter_expert_parameters == total
+    assert work.adapter_dense_parameters == 0
+    if layout == "separate":
+        rank, expected = 8, 3 * (2048 + 768) * 8
+        assert work.layers[0].adapters.expert_features == pytest.approx(expected)
+        assert work.layers[0].adapters.expert_ranks == pytest.approx(3 * rank)
+
+
+def test_norms_are_part_of_the_total(build: SimpleNamespace) -> None:
+    """Case B12: q/k norms and the final norm, 48·256 + 2,048 values, are counted."""
+    profile = build.qwen3_30b()
+    work = workload(profile, build.recipe_of(), ())
+    assert profile.parameters.total == 30_532_122_624
+    assert work.dense_total + work.expert_total == 30_532_122_624
+    assert work.root_parameters == 2 * 151_936 * 2048 + 2048
+
+
+def test_every_rank_of_an_expert_group_reads_its_own_data(build: SimpleNamespace) -> None:
+    """Case B11: all-to-all expert parallelism over eight ranks makes eight sequences a step."""
+    strategy = ParallelStrategy(mesh=Mesh(shard=2, ep=4))
+    recipe = build.recipe_of(batch=8, tokens=512)
+    report = estimate(build.qwen3_30b(), recipe, build.cluster_of("h200-8"), strategy, ())
+    assert strategy.global_batch_sequences() == 8
+    assert report.time.tokens_per_s == pytest.approx(8 * 512 / report.time.step_ms * 1e3, rel=1e-5)
+
+
+@pytest.mark.parametrize(("sequences", "experts", "peak_gib"), [(1, False, 64.82), (4, False, 88.03), (4, True, 95.06)])
+def test_measured_peaks_on_one_h200(build: SimpleNamespace, sequences: int, experts: bool, peak_gib: float) -> None:
+    """Qwen3-30B-A3B, rank 16, 4096 tokens, full checkpointing, transformers 5.24 and PEFT 0.21 on one H200."""
+    profile = build.qwen3_30b()
+    report = estimate(
+        profile,
+        build.recipe_of(batch=sequences, tokens=4096),
+        build.cluster_of("h200-1"),
+        ParallelStrategy(mesh=Mesh(), micro_batch_sequences=sequences, checkpointing="full"),
+        build.targets_of(profile, rank=16, experts=experts),
+    )
+    assert report.memory.peak_bytes / GIB == pytest.approx(peak_gib, rel=0.005)
+    assert report.memory.peak_moment == "loss"
+
+
+def test_gathers_of_a_traced_fsdp2_model(build: SimpleNamespace) -> None:
+    """FSDP2's own memory tracker, rank 0 of 128 on a fake process group, 48 layers of 30.1B parameters:
+    449 MiB sharded, 2,359 MiB unsharded, 2,343 MiB in all-gather buffers."""
+    profile = build.moe(
+        "qwen3_moe",
+        hidden=2048,
+        layers=48,
+        experts=128,
+        top=8,
+        width=768,
+        vocabulary=151936,
+        heads=32,
+        kv_heads=4,
+        head_dim=64,
+        head_norms=True,
+    )
+    strategy = ParallelStrategy(mesh=Mesh(shard=128))
+    report = estimate(profile, build.recipe_of(batch=128), build.cluster_of("h200-128"), strategy, ())
+    found = sizes(report.memory)
+    assert found["frozen_base"] / 2**20 == pytest.approx(449, abs=1)
+    gathers = found["gathered_root"] + found["gather_buffers"] + found["gather_staging"]
+    assert gathers / 2**20 == pytest.approx(2359 + 2343, rel=0.02)
+
+
+def test_keeping_gathered_weights_costs_every_layer(build: SimpleNamespace) -> None:
+    profile, cluster = build.qwen3_30b(), build.cluster_of("h200-8")
+    strategy = ParallelStrategy(mesh=Mesh(shard=8), reshard_after_forward=False)
+    found = sizes(estimate(profile, build.recipe_of(batch=8), cluster, strategy, ()).memory)
+    assert found["gather_buffers"] == 2 * 48 * profile.layer_kinds[0].parameters
+
+
+def test_only_adapted_projections_keep_their_inputs(build: SimpleNamespace) -> None:
+    """4,096 tokens × 48 layers: attention targets add x once (2·H), the output's input (2·n·d) and 2·r each."""
+    profile, recipe = build.qwen3_30b(), build.recipe_of(batch=1, tokens=4096)
+    strategy, cluster = ParallelStrategy(mesh=Mesh()), build.cluster_of("h200-1")
+
+    def activations(targets: tuple[LoraTarget, ...]) -> int:
+        return sizes(estimate(profile, recipe, cluster, strategy, targets).memory)["activations"]
+
+    attention = build.targets_of(profile, rank=16, experts=False)
+    extra = activations(attention) - activations(())
+    assert extra == 48 * 4096 * 2 * (2048 + 4096 + 4 * 16)
+    experts = build.targets_of(profile, rank=16, attention=False)
+    assert activations(experts) - activations(()) == 48 * 4096 * 8 * 2 * (2048 + 768 + 2 * 16)
+
+
+def test_checkpointing_keeps_one_input_per_layer(build: SimpleNamespace) -> None:
+    strategy = ParallelStrategy(mesh=Mesh(), checkpointing="full")
+    recipe = build.recipe_of(batch=1, tokens=4096)
+    found = sizes(estimate(build.qwen3_30b(), recipe, build.cluster_of("h200-1"), strategy, ()).memory)
+    assert found["activations"] == 50 * 4096 * 2048 * 2
+    assert found["loss"] == 12 * 4096 * 151_936
+
+
+def test_reserve_counts_the_communicators_a_plan_makes(build: SimpleNamespace) -> None:
+    def reserve(mesh: Mesh) -> MemoryReport:
+        recipe = build.recipe_of(batch=8)
+        return estimate(build.qwen3_30b(), recipe, build.cluster_of("h200-8"), ParallelStrategy(mesh=mesh), ()).memory
+
+    one, two = reserve(Mesh(ep=8)), reserve(Mesh(shard=2, ep=4))
+    assert sizes(two)["runtime_reserve"] - sizes(one)["runtime_reserve"] == 375_000_000
+    assert one.reserved_bytes == pytest.approx(one.peak_bytes * 1.05 + sizes(one)["runtime_reserve"], abs=2)
+
+
+def test_the_peak_is_the_fullest_moment(build: SimpleNamespace) -> None:
+    strategy = ParallelStrategy(mesh=Mesh(shard=4, ep=2))
+    report = estimate(build.mixtral_8x7b(), build.recipe_of(batch=8), build.cluster_of("h200-8"), strategy, ()).memory
+    assert report.peak_bytes == report.by_moment[report.peak_moment] == max(report.by_moment.values())
+    for moment, total in report.by_moment.items():
+        assert total == sum(c.bytes for c in report.components if moment in c.moments)

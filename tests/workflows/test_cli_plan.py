@@ -1,0 +1,201 @@
+"""Plans at the command line, made by the real agents on examples/tiny-moe."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from shardwright.schemas.plan import AdaptationPlan, load_plan
+from shardwright.schemas.registry import schema_path
+from shardwright.search_spaces.catalogue import load_cluster
+from shardwright.workflows.cli.main import main
+from shardwright.workflows.report.markdown import markdown_plan
+
+
+@pytest.fixture(scope="session")
+def planned(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of tiny-moe for cpu-2, made in this process."""
+    out = tmp_path_factory.mktemp("planned") / "plan.json"
+    arguments = ["plan", built / "checkpoint", "-c", "cpu-2", "-r", built / "recipe.yaml", "-o", out]
+    before, sys.argv = sys.argv, ["shardwright", *map(str, arguments)]
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        sys.argv = before
+    assert not ended.value.code
+    return out
+
+
+@pytest.fixture
+def plan_file(planned: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(planned, tmp_path / "plan.json"))
+
+
+def test_another_process_in_another_folder_plans_the_same_bytes(planned, built, tmp_path) -> None:
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(built, moved)
+    command = [sys.executable, "-m", "shardwright.workflows.cli.main", "plan", "checkpoint", "-c", "cpu-2"]
+    command += ["-r", "recipe.yaml", "-o", "out/plan.json"]
+    subprocess.run(command, check=True, cwd=moved, capture_output=True, timeout=120)
+    made = (moved / "out" / "plan.json").read_bytes()
+    assert made == planned.read_bytes()
+    assert str(built).encode() not in made and b"elsewhere" not in made
+    assert markdown_plan(load_plan(moved / "out" / "plan.json")) == markdown_plan(load_plan(planned))
+    assert [path.name for path in (moved / "out").iterdir()] == ["plan.json"]
+
+
+def test_the_plan_is_whole(planned) -> None:
+    plan = load_plan(planned)
+    jsonschema.validate(json.loads(planned.read_bytes()), json.loads(schema_path(AdaptationPlan).read_text()))
+    assert plan.decision.strategy.mesh.world_size == 2
+    assert plan.decision.strategy.global_batch_sequences() == 4
+    assert {target.role for target in plan.decision.lora_targets} == {"attention", "experts"}
+    assert {"rms_norm", "add_rms_norm", "swiglu", "experts", "linear_cross_entropy"} <= {
+        proposal.pattern for proposal in plan.evidence.proposals
+    }
+    legal = {proposal.id for proposal in plan.evidence.proposals if proposal.certificate.legal}
+    assert {fusion.proposal_id for fusion in plan.decision.fusions if fusion.provider != "eager"} <= legal
+    # tiny-moe: V·H twice, 2 layers of attention 12,288, experts 4·3·96·64, router 4·64, two norms of 64; a last norm.
+    assert plan.evidence.profile.parameters.total == 2 * 264 * 64 + 2 * (12288 + 73728 + 256 + 128) + 64
+
+
+def test_show_in_every_form(cli, plan_file) -> None:
+    assert cli("show", plan_file, "--json").out == plan_file.read_text()
+    assert cli("show", plan_file, "--output", "markdown").out == markdown_plan(load_plan(plan_file))
+    assert load_plan(plan_file).hashes.decision in cli("show", plan_file).out
+    assert json.loads(cli("show", "--schema", "Policy").out)["title"] == "Policy"
+
+
+def test_explain(cli, plan_file) -> None:
+    plan = load_plan(plan_file)
+    proposal = plan.evidence.proposals[0]
+    for subject, needed in (
+        (proposal.id, proposal.certificate.obligations[0].evidence[:30]),
+        ("memory", "frozen_base"),
+        ("time", plan.evidence.cost.time.bound_by),
+        ("strategy", "Alternatives"),
+    ):
+        done = cli("explain", plan_file, subject)
+        assert done.code == 0 and needed in done.out, subject
+    assert cli("explain", plan_file, "nothing").code == 2
+
+
+def test_review_shows_edits_and_approves(cli, plan_file) -> None:
+    parent = load_plan(plan_file)
+    shown = cli("review", plan_file)
+    assert shown.code == 3 and "waits for a verdict" in shown.out and parent.hashes.decision in shown.out
+    done = cli(
+        "review", plan_file, "--edit", "mesh.ep=2", "--edit", "mesh.shard=1", "--reason", "try ep", "--actor", "ada"
+    )
+    assert done.code == 3 and "child plan" in done.err
+    child = load_plan(plan_file)
+    assert child.decision.strategy.mesh.ep == 2 and child.decision.parent_hash == parent.hashes.decision
+    assert child.evidence.cost.time.step_ms != parent.evidence.cost.time.step_ms
+    fusion = child.decision.fusions[0].proposal_id
+    assert cli("review", plan_file, "--reject", fusion).code == 2  # no reason given
+    assert cli("review", plan_file, "--reject", fusion, "--reason", "not yet", "--actor", "ada").code == 3
+    rejected = [f.proposal_id for f in load_plan(plan_file).decision.fusions if f.rejected]
+    assert rejected == [fusion]
+    approved = cli("review", plan_file, "--approve", "--actor", "ada")
+    assert approved.code == 0 and "approved by ada" in approved.out
+    assert cli("review", plan_file, "--approve", "--reject-plan").code == 2
+    kept = sorted((plan_file.parent / "plans").iterdir())
+    assert len(kept) == 3
+    old = next(path for path in kept if load_plan(path).hashes == parent.hashes)
+    changed = cli("diff", old, plan_file)
+    assert "decision.strategy.mesh.ep" in changed.out and "1 → 2" in changed.out
+
+
+def test_an_illegal_edit_names_the_nearest_legal(cli, plan_file) -> None:
+    before = plan_file.read_bytes()
+    done = cli("review", plan_file, "--edit", "mesh.ep=3", "--reason", "odd")
+    assert done.code == 6 and "nearest legal" in done.err
+    assert plan_file.read_bytes() == before
+
+
+def test_a_hand_edited_plan_is_stale_everywhere(cli, plan_file, built) -> None:
+    plan_file.write_text(plan_file.read_text().replace('"micro_batch_sequences": 2', '"micro_batch_sequences": 1', 1))
+    for command in (
+        ("show", plan_file),
+        ("review", plan_file, "--approve"),
+        ("apply", plan_file, "--checkpoint", built / "checkpoint"),
+        ("explain", plan_file),
+        ("diff", plan_file, plan_file),
+    ):
+        done = cli(*command)
+        assert done.code == 5 and "plan/decision-edited" in done.err, command
+
+
+def test_apply_refuses_what_is_not_approved(cli, plan_file, built, tmp_path) -> None:
+    apply = ("apply", plan_file, "--checkpoint", built / "checkpoint", "--run-dir", tmp_path / "run")
+    done = cli(*apply)
+    assert done.code == 3 and "approval/needs-approval" in done.err
+    assert cli("review", plan_file, "--reject-plan", "--reason", "too slow").code == 3
+    done = cli(*apply)
+    assert done.code == 3 and "too slow" in done.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_apply_refuses_changed_data(cli, plan_file, tiny) -> None:
+    assert cli("review", plan_file, "--approve", "--actor", "ada").code == 0
+    with open(tiny / "train.jsonl", "a") as stream:
+        stream.write('{"text": "one more"}\n')
+    done = cli("apply", plan_file, "--checkpoint", tiny / "checkpoint", "--run-dir", tiny / "run")
+    assert done.code == 5 and "stale/data" in done.err and "train.jsonl" in done.err
+    assert not (tiny / "run").exists()
+
+
+def test_a_cluster_too_small_is_infeasible(cli, tiny) -> None:
+    raw = load_cluster("cpu-2").model_dump(mode="json")
+    raw["device"] |= {"memory_bytes": 200_000_000, "usable_memory_bytes": 200_000_000}
+    (tiny / "small.yaml").write_text(yaml.safe_dump({**raw, "name": "small"}))
+    out = tiny / "plan.json"
+    done = cli("plan", tiny / "checkpoint", "-c", tiny / "small.yaml", "-r", tiny / "recipe.yaml", "-o", out)
+    assert done.code == 7 and "error: [infeasible/" in done.err and not out.exists()
+
+
+def test_inspect_counts_from_headers(cli, built) -> None:
+    found = json.loads(cli("inspect", built / "checkpoint", "--output", "json").out)
+    assert found["parameters"]["by_component"]["routed_experts"] == 2 * 4 * 3 * 96 * 64
+    assert "206,656" in cli("inspect", built / "checkpoint").out
+    assert "| routed_experts | 147,456 |" in cli("inspect", built / "checkpoint", "--output", "markdown").out
+
+
+def test_cluster_files_are_written_and_load(cli, tmp_path) -> None:
+    assert cli("cluster", "init", tmp_path, "--ranks", "2").code == 0
+    spec = load_cluster(str(tmp_path / "cluster.yaml"))
+    assert spec.world_size == 2 and "assumed" in " ".join(spec.device.sources.values())
+    assert cli("cluster", "init", tmp_path).code == 2  # would overwrite
+    assert "devices_per_node" in cli("cluster", "detect").out
+
+
+def test_doctor_says_what_is_there_and_what_a_gap_means(cli) -> None:
+    found = {item["name"]: item for item in json.loads(cli("doctor", "--output", "json").out)}
+    assert found["torch"]["status"] == "ok" and found["gloo"]["status"] == "ok"
+    assert {"python", "cpu", "nccl", "triton", "c++", "memory", "disk"} <= set(found)
+    assert all(item["effect"] for item in found.values())
+
+
+def test_adapt_pauses_then_a_policy_denies_it(cli, tiny) -> None:
+    """Exit codes 3 and 4 on one run: nothing is planned twice, nothing is executed."""
+    run_dir = tiny / "run"
+    words = ["adapt", tiny / "checkpoint", "-c", "cpu-2", "-r", tiny / "recipe.yaml", "--run-dir", run_dir]
+    paused = cli(*words)
+    assert paused.code == 3 and "approval/needs-approval" in paused.err
+    status = json.loads(cli("status", run_dir, "--output", "json").out)
+    assert status["state"] == "paused" and "shardwright review" in status["next_command"]
+    (tiny / "policy.yaml").write_text("allow_providers: [shardwright]\napprove: true\n")
+    denied = cli(*words, "--headless", "--policy", tiny / "policy.yaml", "--output", "json")
+    assert denied.code == 4
+    error = json.loads(denied.out)["error"]
+    assert error["code"] == "policy/violated" and "not allowed: eager" in error["what"]
+    assert "structure" not in denied.err and not (run_dir / "run.json").exists()
+    assert not (run_dir / "approvals.jsonl").exists()

@@ -1,0 +1,52 @@
+"""``shardwright cluster detect|init``: cluster.yaml from this machine, and a recipe to begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.workflows.cli.common import note, put
+
+app = typer.Typer(
+    help="Describe the machines: cluster.yaml, and a recipe.yaml to begin with.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+RanksOption = Annotated[
+    int | None, typer.Option("--ranks", min=1, help="Ranks. [default: devices, or cores at most 2]")
+]
+ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
+
+
+@app.command()
+def detect(
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write. [default: stdout]")] = None,
+    ranks: RanksOption = None,
+    force: ForceOption = False,
+) -> None:
+    """Write a cluster file for this machine; every figure says whether it was found or assumed."""
+    from shardwright.workflows.detect import cluster_yaml, write_new
+
+    text = cluster_yaml(ranks)
+    if out is None:
+        put(text)
+        return
+    write_new(out, text, force)
+    note(f"wrote {out}")
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where to write both files.")] = Path("."),
+    ranks: RanksOption = None,
+    force: ForceOption = False,
+) -> None:
+    """Write cluster.yaml for this machine and a commented recipe.yaml."""
+    from shardwright.workflows.detect import cluster_yaml, recipe_yaml, write_new
+
+    for name, text in (("cluster.yaml", cluster_yaml(ranks)), ("recipe.yaml", recipe_yaml())):
+        write_new(folder / name, text, force)
+        note(f"wrote {folder / name}")

@@ -1,0 +1,80 @@
+"""``shardwright kernels verify|bench|prebuild``: the fused operators on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.workflows.cli.common import PlainOutput, PlainOutputOption, put, put_json
+
+app = typer.Typer(help="Verify, time and prebuild the fused operators.", no_args_is_help=True, rich_markup_mode=None)
+
+OpsArgument = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Operators. [default: all]")]
+
+
+@app.command()
+def verify(ops: OpsArgument = None, output: PlainOutputOption = PlainOutput.text) -> None:
+    """Compare every operator, gradients included, with plain torch in fp64; exits 9 where one is wrong.
+
+    On a machine without CUDA the kernels run in Triton's interpreter, on small shapes.
+    """
+    from shardwright.schemas.errors import CheckFailed
+    from shardwright.workflows.operators import verify_operators
+
+    results = verify_operators(ops)
+    if output is PlainOutput.json:
+        put_json([result.model_dump(mode="json") for result in results])
+    else:
+        from shardwright.kernels.suite import verify_table
+
+        put(verify_table(results))
+    if wrong := [f"{r.op} {r.case} {r.value}" for r in results if not r.ok]:
+        raise CheckFailed(
+            "kernel-wrong",
+            f"{len(wrong)} of {len(results)} values differ from fp64 by more than is allowed: {', '.join(wrong[:5])}",
+            where="kernels verify",
+            next_action="do not use these kernels here: plan with a policy that does not allow `shardwright`",
+        )
+
+
+@app.command()
+def bench(
+    ops: OpsArgument = None,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the result lines.")] = Path("benchmarks/results"),
+    evidence: Annotated[
+        Path | None, typer.Option("--evidence", help="Evidence store to add the times to, for later plans.")
+    ] = None,
+) -> None:
+    """Time every operator beside eager, torch.compile and torch's own, on this machine's CUDA device."""
+    from shardwright.kernels.bench import bench_all
+    from shardwright.kernels.suite import bench_table
+
+    put(bench_table(bench_all(ops, out, evidence)))
+
+
+@app.command()
+def prebuild(ops: OpsArgument = None, output: PlainOutputOption = PlainOutput.text) -> None:
+    """Compile every kernel for sm_90 into Triton's cache, so that workers start at once. Needs no GPU."""
+    from shardwright.schemas.errors import CheckFailed
+    from shardwright.workflows.operators import prebuild_operators
+
+    reports = prebuild_operators(ops)
+    if output is PlainOutput.json:
+        from dataclasses import asdict
+
+        put_json([asdict(report) for report in reports])
+    else:
+        for report in reports:
+            put(
+                f"{report.name}: {report.registers} registers, {report.shared_bytes} B shared memory, "
+                f"{report.spill_bytes} B spilled {report.complaint and '✗ ' + report.complaint}".rstrip()
+            )
+    if complaints := [report.complaint for report in reports if report.complaint]:
+        raise CheckFailed(
+            "kernel-does-not-fit",
+            "; ".join(complaints),
+            where="kernels prebuild",
+            next_action="choose a smaller tile in the operator's configs.py",
+        )

@@ -1,0 +1,95 @@
+"""The command line. Every verb imports what it needs when it runs, so ``--help`` stays fast."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+import typer
+
+from shardwright.schemas.errors import ExitCode, ShardwrightError
+from shardwright.workflows.cli import (
+    adapt,
+    adapters,
+    apply,
+    calibrate,
+    cluster,
+    doctor,
+    inspect,
+    kernels,
+    plan,
+    review,
+    runs,
+    show,
+)
+
+EXIT_CODES = """\b
+Exit codes: 0 ok, 1 error, 2 usage, 3 needs approval, 4 policy denied, 5 stale plan, 6 legality failed,
+7 infeasible, 8 language model required but unavailable, 9 a check failed, 130 interrupted.
+stdout is data, stderr is progress."""
+
+app = typer.Typer(
+    name="shardwright",
+    help=(
+        "Adapt a mixture-of-experts checkpoint to your cluster by LoRA: plan, review, run what was approved.\n\n"
+        "First steps: `shardwright doctor`, then `shardwright inspect CKPT`, then `shardwright plan CKPT --cluster C "
+        "--recipe R -o plan.json`."
+    ),
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from shardwright import __version__
+
+        typer.echo(f"shardwright {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def shardwright(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Options that stand before the verb."""
+
+
+for module in (inspect, plan, review, apply, adapt, runs, show, calibrate, adapters, doctor):
+    module.register(app)
+app.add_typer(cluster.app, name="cluster")
+app.add_typer(kernels.app, name="kernels")
+
+
+def main() -> None:
+    """Run the command line; errors become ``code / where / next`` on stderr and the exit code of their kind."""
+    _quiet_libraries()
+    try:
+        app()
+    except ShardwrightError as error:
+        sys.stderr.write(f"error: {error.text()}\n")
+        sys.exit(int(error.exit_code))
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; the same command goes on from here\n")
+        sys.exit(int(ExitCode.INTERRUPTED))
+
+
+def _quiet_libraries() -> None:
+    """Nothing is fetched from a hub, and libraries' own warnings stay out of the progress.
+
+    ``PYTHONWARNINGS`` and the hub's variables, where set, are left as they are.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not sys.warnoptions:
+        for library in ("torch", "transformers", "peft"):
+            warnings.filterwarnings("ignore", module=rf"{library}\b")
+
+
+if __name__ == "__main__":
+    main()

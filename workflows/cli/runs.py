@@ -1,0 +1,101 @@
+"""``shardwright status|logs|resume|cancel``: a run that is going on, paused or dead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.workflows.cli.common import (
+    HeadlessOption,
+    Output,
+    OutputOption,
+    PlainOutput,
+    PlainOutputOption,
+    PolicyOption,
+    RunArgument,
+    facts,
+    note,
+    put,
+    put_json,
+)
+
+
+def register(app: typer.Typer) -> None:
+    for command in (status, logs, resume, cancel):
+        app.command()(command)
+
+
+def status(run_dir: RunArgument, output: PlainOutputOption = PlainOutput.text) -> None:
+    """Show where a run stands: nodes, training step, what it waits for."""
+    from shardwright.workflows.watching import run_status
+
+    found = run_status(run_dir)
+    if output is PlainOutput.json:
+        put_json(found.model_dump(mode="json"))
+        return
+    rows = [("run", found.name), ("state", found.state)]
+    rows += [(f"  {node.name}", node.state) for node in found.nodes]
+    if found.step is not None:
+        rows.append(("training", f"step {found.step} of {found.steps}, loss {found.loss:.4f}"))
+    if found.next_command:
+        rows.append(("next", found.next_command))
+    put(facts(rows))
+
+
+def logs(
+    run_dir: RunArgument,
+    workers: Annotated[bool, typer.Option("--workers", help="The workers' own logs in place of the events.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="At most so many last lines a file.")] = 200,
+) -> None:
+    """Print a run's events, or its workers' logs."""
+    from shardwright.workflows.watching import event_lines, worker_logs
+
+    if not workers:
+        for line in event_lines(run_dir)[-lines:]:
+            put(line)
+        return
+    for path, text in worker_logs(run_dir, lines):
+        put(f"== {path.relative_to(run_dir)} ==")
+        put(text)
+
+
+def resume(
+    run_dir: RunArgument,
+    headless: HeadlessOption = False,
+    policy: PolicyOption = None,
+    output: OutputOption = Output.text,
+) -> None:
+    """Go on with a run that was interrupted, killed, or paused for review."""
+    from shardwright.schemas.errors import UsageError
+    from shardwright.workflows.cli.finish import deciders, finishing
+    from shardwright.workflows.drive import drive
+    from shardwright.workflows.prepare import recorded_start
+    from shardwright.workflows.request import load_request
+
+    rules, reviewer = deciders(headless, policy)
+    request = load_request(run_dir)
+    if request.goal == "plan":
+        raise UsageError(
+            "not-a-run", "this folder only made a plan", where=str(run_dir), next_action="use `shardwright apply`"
+        )
+    with finishing(run_dir, output) as listener:
+        drive(
+            request, run_dir, listener=listener, policy=rules, reviewer=reviewer, start=recorded_start(run_dir, request)
+        )
+
+
+def cancel(
+    run_dir: RunArgument,
+    timeout: Annotated[int, typer.Option("--timeout", min=1, help="Seconds to wait for the run to stop.")] = 60,
+) -> None:
+    """Stop a run that is going on; it can be resumed."""
+    from shardwright.workflows.watching import interrupt_run
+
+    pid = interrupt_run(run_dir, timeout)
+    note(
+        "nothing is going on here" if pid is None else f"stopped process {pid}; `shardwright resume {run_dir}` goes on"
+    )
+    if pid is not None:
+        put(str(Path(run_dir)))

@@ -1,0 +1,139 @@
+"""A cluster file for this machine, and a recipe to begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from shardwright.schemas.cluster import ClusterSpec, DeviceSpec, HostSpec, LinkSpec
+from shardwright.schemas.errors import UsageError
+from shardwright.schemas.files import write_atomic
+from shardwright.workflows.machine import host_memory_bytes, usable_cores
+
+RECIPE = """\
+# What to train. `shardwright show --schema Recipe` describes every key.
+name: my-adapter
+lora:
+  targets: [attention, experts]   # roles, or patterns such as "*.self_attn.q_proj"
+  rank: 16
+  alpha: 32
+data:
+  train: train.jsonl              # paths are relative to this file; one {"text": ...} a line
+  held_out: held_out.jsonl
+batch:
+  sequence_tokens: 512
+  global_batch_sequences: 8
+optimizer:
+  learning_rate: 0.0002
+schedule:
+  steps: 100
+  warmup_steps: 5
+  held_out_sequences: 32
+  save_every_steps: 25
+"""
+
+
+def recipe_yaml() -> str:
+    """A commented recipe with the common keys."""
+    return RECIPE
+
+
+def cluster_yaml(ranks: int | None) -> str:
+    """This machine as a cluster file.
+
+    Args:
+        ranks: ranks on this machine; by default its CUDA devices, or at most two CPU ranks.
+    """
+    spec = detect_cluster(ranks)
+    body = yaml.safe_dump(spec.model_dump(mode="json", exclude_defaults=True), sort_keys=False, allow_unicode=True)
+    return f"# This machine; `sources` says which figures are assumed. `shardwright calibrate` measures them.\n{body}"
+
+
+def detect_cluster(ranks: int | None) -> ClusterSpec:
+    """Describe this machine.
+
+    Raises:
+        UsageError: ``too-many-ranks``: more ranks than devices or cores.
+    """
+    import torch
+
+    cores, memory = usable_cores(), host_memory_bytes()
+    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    most = cuda or cores
+    count = ranks or (cuda or min(cores, 2))
+    if count > most:
+        raise UsageError(
+            "too-many-ranks",
+            f"{count} ranks on {most} devices or cores",
+            where="--ranks",
+            next_action=f"at most {most}",
+        )
+    device = _cuda_device() if cuda else _cpu_rank(memory, count)
+    rate, latency = (2e11, 1e-5) if cuda else (1e9, 2e-4)
+    links = (LinkSpec(name="intra_node", bandwidth_bytes_per_s=rate, latency_s=latency, source="assumed"),)
+    return ClusterSpec(
+        name=f"{'gpu' if cuda else 'cpu'}-{count}",
+        device=device,
+        devices_per_node=count,
+        nodes=1,
+        links=links if count > 1 else (),
+        host=HostSpec(memory_bytes=memory, cores=cores),
+        backend="nccl" if cuda else "gloo",
+    )
+
+
+def _cpu_rank(memory: int, ranks: int) -> DeviceSpec:
+    share = memory // ranks
+    return DeviceSpec(
+        name="cpu-rank",
+        type="cpu",
+        memory_bytes=share,
+        usable_memory_bytes=int(share * 0.8),
+        peak_flops={"float32": 1e11, "bfloat16": 2e11},
+        achievable_flops={"float32": 5e10, "bfloat16": 5e10},
+        memory_bandwidth_bytes_per_s=1e10,
+        sources={
+            "memory_bytes": f"found: host memory over {ranks} ranks",
+            "usable_memory_bytes": "assumed: 80 % of it",
+            "achievable_flops": "assumed: one core",
+            "memory_bandwidth_bytes_per_s": "assumed",
+        },
+    )
+
+
+def _cuda_device() -> DeviceSpec:
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    total = int(properties.total_memory)
+    return DeviceSpec(
+        name=properties.name,
+        type="cuda",
+        compute_capability=f"{properties.major}.{properties.minor}",
+        memory_bytes=total,
+        usable_memory_bytes=int(total * 0.94),
+        peak_flops={"bfloat16": 5e14, "float32": 5e13},
+        achievable_flops={"bfloat16": 3e14, "float32": 4e13},
+        memory_bandwidth_bytes_per_s=2e12,
+        sources={
+            "memory_bytes": "found",
+            "usable_memory_bytes": "assumed: 94 % of it",
+            "peak_flops": "assumed: replace by the datasheet's",
+            "achievable_flops": "assumed: measure with `shardwright calibrate`",
+            "memory_bandwidth_bytes_per_s": "assumed",
+        },
+    )
+
+
+def write_new(path: Path, text: str, force: bool) -> None:
+    """Write a file that is not there yet.
+
+    Raises:
+        UsageError: ``exists``, unless ``force``.
+    """
+    if path.exists() and not force:
+        raise UsageError(
+            "exists", "the file is there already", where=str(path), next_action="add --force, or another name"
+        )
+    write_atomic(path, text.encode())

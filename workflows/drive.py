@@ -1,0 +1,102 @@
+"""Start a run or go on with it, until it is finished, paused at review, or failed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shardwright.schemas.errors import ShardwrightError
+from shardwright.schemas.plan import AdaptationPlan
+from shardwright.schemas.policy import Policy
+from shardwright.workflows.adapt import build_graph
+from shardwright.workflows.context import AdaptState, Context
+from shardwright.workflows.decide import Reviewer, settle
+from shardwright.workflows.events import EventLog, Listener, silent
+from shardwright.workflows.lock import RunLock
+from shardwright.workflows.request import Request, claim
+from shardwright.workflows.serde import saver
+from shardwright.workflows.stages import Stages
+
+CONFIG: dict[str, Any] = {"configurable": {"thread_id": "run"}}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where a run stands when the driver returns."""
+
+    status: Literal["planned", "finished"]
+    run_dir: Path
+    state: AdaptState
+    plan: AdaptationPlan
+
+
+def drive(
+    request: Request,
+    run_dir: Path,
+    *,
+    stages: Stages | None = None,
+    listener: Listener = silent,
+    policy: Policy | None = None,
+    reviewer: Reviewer | None = None,
+    start: AdaptState | None = None,
+) -> Outcome:
+    """Run the workflow of a request in its folder. The same call again goes on where the last one ended.
+
+    Args:
+        request: inputs; must be the folder's own.
+        policy: decides at review where no person does (headless).
+        reviewer: asks a person at review; may put a child plan into the folder.
+        start: first state where the graph starts past ingest (``apply``).
+
+    Raises:
+        ApprovalError, PolicyDenied: review did not approve; the run stays paused.
+        RunError: ``locked``.
+        ShardwrightError: whatever a node raises; the run stays before that node.
+    """
+    with RunLock(run_dir):
+        claim(run_dir, request)
+        log = EventLog(run_dir, listener)
+        context = Context(run_dir=run_dir, request=request, stages=stages or Stages(), log=log)
+        with saver(run_dir) as checkpointer:
+            graph = build_graph(context, checkpointer)
+            snapshot = graph.get_state(CONFIG)
+            step: Any = None if snapshot.next else {"request": request.key(), **(start or {})}
+            if not snapshot.next and snapshot.values.get("report"):
+                return _outcome("finished", context, snapshot.values)
+            while True:
+                if snapshot.interrupts:
+                    if request.goal == "plan":
+                        return _outcome("planned", context, snapshot.values)
+                    step = _wake(context, snapshot.values, policy, reviewer)
+                _invoke(graph, step, context)
+                snapshot = graph.get_state(CONFIG)
+                step = None
+                if not snapshot.next:
+                    return _outcome("finished", context, snapshot.values)
+
+
+def _wake(context: Context, state: AdaptState, policy: Policy | None, reviewer: Reviewer | None) -> Any:
+    from langgraph.types import Command
+
+    context.tell("review", "started")
+    try:
+        verdict = settle(context, context.plan(state["plan"]), policy, reviewer)
+    except ShardwrightError as error:
+        context.tell("review", "paused", error.code)
+        raise
+    context.tell("review", "note", f"plan {verdict.decision_sha256[:16]}… approved by {verdict.actor}")
+    return Command(resume={"decided": True})
+
+
+def _invoke(graph: Any, step: Any, context: Context) -> None:
+    try:
+        graph.invoke(step, CONFIG, durability="sync")
+    except ShardwrightError as error:
+        waiting = graph.get_state(CONFIG).next
+        context.tell(waiting[0] if waiting else "run", "failed", error.code)
+        raise
+
+
+def _outcome(status: Literal["planned", "finished"], context: Context, state: AdaptState) -> Outcome:
+    return Outcome(status, context.run_dir, state, context.plan(state["plan"]))

@@ -1,0 +1,74 @@
+"""Why a plan is what it is, as text: the whole, or one subject."""
+
+from __future__ import annotations
+
+from shardwright.schemas.errors import UsageError
+from shardwright.schemas.plan import AdaptationPlan
+from shardwright.workflows.report.blocks import Document, Heading, Table, Text
+from shardwright.workflows.report.markdown import render
+from shardwright.workflows.report.plan_content import alternatives_section, cost_section, fusion_section, plan_summary
+from shardwright.workflows.report.units import duration
+
+
+def explanation(plan: AdaptationPlan, subject: str | None) -> str:
+    """Markdown text about a plan.
+
+    Args:
+        subject: ``strategy``, ``memory``, ``time``, ``fusions``, a proposal's id, or ``None`` for everything.
+
+    Raises:
+        UsageError: ``unknown-subject``.
+    """
+    sections = {
+        "strategy": lambda: (*plan_summary(plan), *alternatives_section(plan)),
+        "memory": lambda: cost_section(plan)[:2],
+        "time": lambda: (cost_section(plan)[0], cost_section(plan)[2]),
+        "fusions": lambda: fusion_section(plan),
+    }
+    if subject is None:
+        return render((*plan_summary(plan), *fusion_section(plan), *cost_section(plan), *alternatives_section(plan)))
+    if subject in sections:
+        return render(sections[subject]())
+    if any(proposal.id == subject for proposal in plan.evidence.proposals):
+        return render(proposal_document(plan, subject))
+    known = ", ".join([*sections, *(proposal.id for proposal in plan.evidence.proposals)])
+    raise UsageError("unknown-subject", f"nothing called {subject!r}", where="SUBJECT", next_action=f"one of: {known}")
+
+
+def proposal_document(plan: AdaptationPlan, proposal_id: str) -> Document:
+    """One proposal: region, ways to run it with their gains, every obligation with its evidence."""
+    proposal = next(p for p in plan.evidence.proposals if p.id == proposal_id)
+    decision = next((f for f in plan.decision.fusions if f.proposal_id == proposal_id), None)
+    verdict = "not installed"
+    if decision is not None:
+        verdict = f"rejected: {decision.reason}" if decision.rejected else f"runs by {decision.provider}"
+    variants = tuple(
+        (
+            v.name,
+            v.provider,
+            f"{duration(v.gain.time_ms)} beside {duration(v.gain.eager_ms)} eager, floor {duration(v.gain.floor_ms)}"
+            if v.gain
+            else "–",
+            f"{v.gain.origin}: {v.gain.basis}" if v.gain else "–",
+            "yes" if v.available else f"no: {v.unavailable_because}",
+        )
+        for v in proposal.variants
+    )
+    obligations = tuple((o.name, o.status, o.evidence) for o in proposal.certificate.obligations)
+    return (
+        Heading(f"{proposal.title} (`{proposal.id}`)"),
+        Text(f"{verdict}. {proposal.reason}"),
+        Table(
+            ("", ""),
+            (
+                ("pattern", f"{proposal.pattern} version {proposal.certificate.pattern_version}"),
+                ("layer kind", proposal.region.layer_kind),
+                ("instances", f"{len(proposal.region.modules)}: {', '.join(proposal.region.modules[:4])}"),
+                ("roles", ", ".join(f"{role} = {name}" for role, name in sorted(proposal.region.roles.items()))),
+                ("source", ", ".join(proposal.certificate.source_lines)),
+                ("matched nodes", ", ".join(proposal.certificate.matched_nodes)),
+            ),
+        ),
+        Table(("way", "provider", "time", "origin", "available"), variants),
+        Table(("obligation", "status", "evidence"), obligations),
+    )

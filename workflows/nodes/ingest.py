@@ -1,0 +1,69 @@
+"""ingest: read the user's files and the checkpoint's headers; pin everything by hash. No weight is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwright.schemas.canonical import sha256_file
+from shardwright.schemas.errors import RecipeError
+from shardwright.schemas.plan import DataPin
+from shardwright.schemas.recipe import Recipe
+from shardwright.workflows.context import AdaptState, Context, Output
+from shardwright.workflows.environment import tool_versions
+from shardwright.workflows.request import load_recipe
+
+NODE = "ingest"
+
+
+def run(context: Context, state: AdaptState) -> Output:
+    """Write the recipe, cluster, profile, targets and data pins as artifacts.
+
+    Raises:
+        CheckpointError, RecipeError, ClusterError, LegalityError: with their causes.
+    """
+    request, stages, store = context.request, context.stages, context.store
+    recipe = load_recipe(Path(request.recipe))
+    cluster = stages.load_cluster(request.cluster)
+    profile = stages.profile(context.checkpoint)
+    pins = pin_data(recipe, context.data_root)
+    cluster_id, recipe_id, profile_id, data_id = map(store.put, (cluster, recipe, profile, pins))
+
+    def resolve() -> Output:
+        targets = stages.targets(context.checkpoint, recipe.lora)
+        return {"targets": store.put(targets)}
+
+    keys = {"profile": profile_id, "recipe": recipe_id, "transformers": tool_versions()["transformers"]}
+    targets = context.once(NODE, keys, resolve)
+    return {"cluster": cluster_id, "recipe": recipe_id, "profile": profile_id, "data": data_id, **targets}
+
+
+def pin_data(recipe: Recipe, root: Path) -> DataPin:
+    """Hash both data files.
+
+    Raises:
+        RecipeError: ``missing-data`` or ``empty-data``, naming the file.
+    """
+    hashes = {}
+    for field in ("train", "held_out"):
+        path = root / getattr(recipe.data, field)
+        if not path.is_file():
+            raise RecipeError(
+                "missing-data",
+                f"data.{field} names a file that is not there",
+                where=str(path),
+                next_action=f"correct data.{field} in the recipe; paths are relative to the recipe's folder",
+            )
+        if _is_empty(path):
+            raise RecipeError(
+                "empty-data",
+                f"data.{field} holds no record",
+                where=str(path),
+                next_action=f"put at least one document into it, or name another file in data.{field}",
+            )
+        hashes[f"{field}_sha256"] = sha256_file(path)
+    return DataPin(**hashes)
+
+
+def _is_empty(path: Path) -> bool:
+    with open(path, "rb") as stream:
+        return not any(line.strip() for line in stream)

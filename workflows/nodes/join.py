@@ -1,0 +1,52 @@
+"""join: re-certify the fusions for the chosen mesh, re-cost once, and seal the plan."""
+
+from __future__ import annotations
+
+from shardwright.schemas.cluster import ClusterSpec
+from shardwright.schemas.fusion import FusionProposal
+from shardwright.schemas.graph import OpGraph
+from shardwright.schemas.lora import LoraTarget
+from shardwright.schemas.plan import DataPin
+from shardwright.schemas.profile import CheckpointProfile
+from shardwright.workflows.context import AdaptState, Context, Output
+from shardwright.workflows.environment import tool_versions, worker_environment
+from shardwright.workflows.nodes.search import SearchArtifact
+from shardwright.workflows.planning import Inputs, assemble, join
+
+NODE = "join"
+INPUTS = {"profile", "recipe", "cluster", "targets", "data", "graph", "proposals", "search"}
+
+
+def run(context: Context, state: AdaptState) -> Output:
+    """Write ``plan.json``.
+
+    Raises:
+        LegalityError, InfeasibleError: the search's best is not what the join can certify.
+    """
+    store, stages = context.store, context.stages
+    cluster = store.get(state["cluster"], ClusterSpec)
+
+    def compute() -> Output:
+        profile = store.get(state["profile"], CheckpointProfile)
+        found = store.get(state["search"], SearchArtifact)
+        inputs = Inputs(
+            profile=profile,
+            recipe=context.recipe(state),
+            cluster=cluster,
+            cluster_ref=stages.cluster_ref(cluster),
+            targets=store.get(state["targets"], tuple[LoraTarget, ...]),
+            data=store.get(state["data"], DataPin),
+            graph=store.get(state["graph"], OpGraph),
+        )
+        proposals = store.get(state["proposals"], tuple[FusionProposal, ...])
+        joined = join(stages, profile, inputs.recipe, cluster, inputs.targets, proposals, found.best)
+        return {
+            "plan": context.keep_plan(assemble(inputs, joined, found.alternatives, found.record, found.explanation))
+        }
+
+    keys = {name: value for name, value in sorted(state.items()) if name in INPUTS and isinstance(value, str)}
+    outputs = context.once(NODE, {**keys, **tool_versions(), **worker_environment(cluster)}, compute)
+    # A review may already have put a child plan here: only the first join writes.
+    if not context.plan_file.exists():
+        context.plan(outputs["plan"]).save(context.plan_file)
+    return outputs

@@ -1,0 +1,42 @@
+"""propose: the gate between what structure found and what may be chosen, and the order reviewers see."""
+
+from __future__ import annotations
+
+from shardwright.schemas.fusion import FusionProposal
+from shardwright.workflows.context import AdaptState, Context, Output
+
+NODE = "propose"
+
+
+def run(context: Context, state: AdaptState) -> Output:
+    """Write the gated, ordered proposals as an artifact."""
+    store = context.store
+
+    def compute() -> Output:
+        found = store.get(state["captured"], tuple[FusionProposal, ...])
+        gated = sorted((gate(proposal) for proposal in found), key=order)
+        return {"proposals": store.put(tuple(gated))}
+
+    return context.once(NODE, {"captured": state["captured"]}, compute)
+
+
+def gate(proposal: FusionProposal) -> FusionProposal:
+    """Refuse what is not proved: without a legal certificate nothing but eager may be chosen."""
+    chosen = next((v for v in proposal.variants if v.name == proposal.chosen), None)
+    if chosen is None or chosen.provider == "eager" or proposal.certificate.legal:
+        return proposal
+    reason = f"refused: {proposal.certificate.refused_because()}"
+    return proposal.model_copy(update={"chosen": None, "reason": reason})
+
+
+def saved_ms(proposal: FusionProposal) -> float:
+    """Milliseconds a step saves by the chosen variant over all its instances; 0 where unknown."""
+    chosen = next((v for v in proposal.variants if v.name == proposal.chosen), None)
+    if chosen is None or chosen.gain is None:
+        return 0.0
+    return (chosen.gain.eager_ms - chosen.gain.time_ms) * len(proposal.region.modules)
+
+
+def order(proposal: FusionProposal) -> tuple[bool, float, str]:
+    """Chosen ones first, largest saving first, then by id."""
+    return proposal.chosen is None, -saved_ms(proposal), proposal.id

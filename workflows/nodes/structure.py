@@ -1,0 +1,28 @@
+"""structure: capture one layer of each kind and match fusion patterns, with certificates."""
+
+from __future__ import annotations
+
+from shardwright.schemas.cluster import ClusterSpec
+from shardwright.schemas.profile import CheckpointProfile
+from shardwright.workflows.context import AdaptState, Context, Output
+from shardwright.workflows.environment import tool_versions
+
+NODE = "structure"
+
+
+def run(context: Context, state: AdaptState) -> Output:
+    """Write the graph and the proposals as artifacts."""
+    store = context.store
+
+    def compute() -> Output:
+        result = context.stages.structure(
+            context.checkpoint,
+            store.get(state["profile"], CheckpointProfile),
+            store.get(state["cluster"], ClusterSpec),
+            context.recipe(state),
+        )
+        return {"graph": store.put(result.graph), "captured": store.put(result.proposals)}
+
+    versions = tool_versions()
+    keys = {name: state[name] for name in ("profile", "cluster", "recipe")}
+    return context.once(NODE, {**keys, "torch": versions["torch"], "transformers": versions["transformers"]}, compute)

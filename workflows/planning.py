@@ -1,0 +1,151 @@
+"""From checked parts to a sealed plan. Pure: no clock, no host, no file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright import __version__
+from shardwright.schemas.canonical import sha256_of
+from shardwright.schemas.cluster import ClusterRef, ClusterSpec
+from shardwright.schemas.cost import CostReport
+from shardwright.schemas.errors import InfeasibleError, LegalityError
+from shardwright.schemas.fusion import FusionDecision, FusionProposal
+from shardwright.schemas.graph import OpGraph
+from shardwright.schemas.lora import LoraTarget
+from shardwright.schemas.plan import AdaptationPlan, Alternative, DataPin, Decision, Evidence, Provenance, SearchRecord
+from shardwright.schemas.profile import CheckpointProfile
+from shardwright.schemas.recipe import Recipe
+from shardwright.schemas.strategy import ParallelStrategy
+from shardwright.workflows.environment import tool_versions, worker_environment
+from shardwright.workflows.stages import Stages
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is known before a strategy is chosen."""
+
+    profile: CheckpointProfile
+    recipe: Recipe
+    cluster: ClusterSpec
+    cluster_ref: ClusterRef
+    targets: tuple[LoraTarget, ...]
+    data: DataPin
+    graph: OpGraph
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A strategy with its fusions re-certified for its mesh and its cost counted once more."""
+
+    strategy: ParallelStrategy
+    proposals: tuple[FusionProposal, ...]
+    fusions: tuple[FusionDecision, ...]
+    cost: CostReport
+
+
+def join(
+    stages: Stages,
+    profile: CheckpointProfile,
+    recipe: Recipe,
+    cluster: ClusterSpec,
+    targets: tuple[LoraTarget, ...],
+    proposals: tuple[FusionProposal, ...],
+    strategy: ParallelStrategy,
+    rejected: dict[str, str] | None = None,
+) -> Joined:
+    """Check legality, re-certify the proposals for the mesh, and re-cost.
+
+    Args:
+        rejected: proposal id → reason, for fusions that a reviewer has turned down.
+
+    Raises:
+        LegalityError: ``illegal-strategy``, with every rule broken and the nearest legal value.
+        InfeasibleError: ``out-of-memory``, with the fullest component.
+    """
+    if broken := stages.violations(profile, recipe, cluster, strategy):
+        raise LegalityError(
+            "illegal-strategy",
+            "; ".join(broken),
+            where=strategy.text(),
+            next_action="choose the nearest legal value named above",
+        )
+    certified, decisions = stages.recertify(proposals, strategy, cluster, recipe)
+    fusions = tuple(
+        reject(d, (rejected or {})[d.proposal_id]) if d.proposal_id in (rejected or {}) else d for d in decisions
+    )
+    cost = stages.estimate(profile, recipe, cluster, strategy, targets, fusions)
+    if not cost.feasible:
+        fullest = max(cost.memory.components, key=lambda c: c.bytes)
+        raise InfeasibleError(
+            "out-of-memory",
+            f"{cost.memory.reserved_bytes:,} bytes are needed at {cost.memory.peak_moment}, "
+            f"the budget is {cost.memory.budget_bytes:,}; largest: {fullest.name} with {fullest.bytes:,}",
+            where=strategy.text(),
+            next_action="choose more sharding, a smaller micro-batch or full checkpointing",
+        )
+    return Joined(strategy, certified, fusions, cost)
+
+
+def reject(decision: FusionDecision, reason: str) -> FusionDecision:
+    """The same region, run eagerly because a reviewer said so."""
+    return decision.model_copy(
+        update={
+            "rejected": True,
+            "reason": reason,
+            "provider": "eager",
+            "variant": "eager",
+            "op": "-",
+            "source_sha256": None,
+        }
+    )
+
+
+def assemble(
+    inputs: Inputs,
+    joined: Joined,
+    alternatives: tuple[Alternative, ...],
+    record: SearchRecord,
+    explanation: tuple[str, ...],
+) -> AdaptationPlan:
+    """The sealed plan of a fresh search."""
+    profile, recipe, cluster = inputs.profile, inputs.recipe, inputs.cluster
+    decision = Decision(
+        model_type=profile.model_type,
+        architecture=profile.architecture,
+        checkpoint=profile.fingerprint,
+        data=inputs.data,
+        recipe=recipe,
+        cluster=inputs.cluster_ref,
+        strategy=joined.strategy,
+        lora_targets=inputs.targets,
+        fusions=joined.fusions,
+        environment=worker_environment(cluster),
+    )
+    evidence = Evidence(
+        profile=profile,
+        cluster=cluster,
+        proposals=joined.proposals,
+        cost=joined.cost,
+        alternatives=alternatives,
+        search=record,
+        provenance=Provenance(
+            shardwright=__version__,
+            versions=tool_versions(),
+            cluster_digest=inputs.cluster_ref.digest,
+            recipe_digest=sha256_of(recipe),
+            graph_digest=sha256_of(inputs.graph),
+        ),
+        explanation=(*explanation, *_after_fusion(joined)),
+    )
+    return AdaptationPlan.seal(decision, evidence)
+
+
+def _after_fusion(joined: Joined) -> tuple[str, ...]:
+    """The search prices every strategy unfused; where kernels are installed, say what the plan's own step is."""
+    installed = sum(fusion.provider != "eager" for fusion in joined.fusions)
+    if not installed:
+        return ()
+    return (
+        f"The times above are without fused operators; with the {installed} installed here the step is "
+        f"{joined.cost.time.step_ms:.3g} ms, the figure in the plan's cost.",
+    )

@@ -1,0 +1,173 @@
+"""From command-line words to a request: paths made absolute, inputs pinned, data found by its hash."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.schemas.approval import find_approval, read_log, verify_approval
+from shardwright.schemas.canonical import canonical_bytes, sha256_file
+from shardwright.schemas.errors import CheckpointError, RunError, StalePlanError, UsageError
+from shardwright.schemas.files import write_atomic
+from shardwright.schemas.plan import AdaptationPlan, load_plan, parse_plan
+from shardwright.workflows.artifacts import ArtifactStore
+from shardwright.workflows.context import AdaptState
+from shardwright.workflows.request import (
+    Goal,
+    Request,
+    default_run_dir,
+    file_sha256,
+    load_recipe,
+    load_request,
+    request_path,
+)
+from shardwright.workflows.stages import Stages, cluster_sha256
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that starts from an approved plan."""
+
+    request: Request
+    run_dir: Path
+    state: AdaptState
+
+
+def fresh_request(
+    goal: Goal, checkpoint: Path, cluster: str, recipe: Path, trials: int, stages: Stages | None = None
+) -> Request:
+    """The request of ``plan`` and ``adapt``; recipe and cluster are read here, so their faults show at once.
+
+    Raises:
+        CheckpointError, RecipeError, ClusterError: an input is missing or wrong.
+    """
+    folder = _checkpoint_folder(checkpoint)
+    read = load_recipe(recipe)
+    spec = (stages or Stages()).load_cluster(cluster)
+    as_path = Path(cluster)
+    return Request(
+        goal=goal,
+        checkpoint=str(folder),
+        data_root=str(recipe.resolve().parent),
+        recipe=str(recipe.resolve()),
+        recipe_sha256=file_sha256(recipe),
+        cluster=str(as_path.resolve()) if as_path.is_file() else cluster,
+        cluster_sha256=cluster_sha256(spec),
+        trials=trials,
+        name=_name(read.name),
+    )
+
+
+def approved_start(
+    plan_file: Path, checkpoint: Path, log: Path, data_root: Path | None, run_dir: Path | None
+) -> Prepared:
+    """The request and first state of ``apply``; the approvals log is copied into the run's folder.
+
+    Raises:
+        PlanError: the plan's bytes are not what they claim to be.
+        ApprovalError: not approved, or not this plan.
+        StalePlanError: ``data``: the data files are not those of the plan.
+    """
+    plan = load_plan(plan_file)
+    approval = find_approval(log, plan)
+    verify_approval(plan, approval)
+    folder = _checkpoint_folder(checkpoint)
+    request = Request(
+        goal="apply",
+        checkpoint=str(folder),
+        data_root=str(find_data(plan, plan_file, folder, data_root)),
+        name=_name(plan.decision.recipe.name),
+        plan_sha256=file_sha256(plan_file),
+    )
+    target = run_dir or default_run_dir(request)
+    if request_path(target).exists() and load_request(target).goal != "apply":
+        raise UsageError(
+            "other-request",
+            "this folder belongs to an `adapt` run",
+            where=str(target),
+            next_action="start that `adapt` command again, or name another --run-dir",
+        )
+    verdicts = b"".join(canonical_bytes(item) + b"\n" for item in read_log(log))
+    write_atomic(target / "approvals.jsonl", verdicts)
+    plan.save(target / "plan.json")
+    return Prepared(request, target, _state(target, plan, approval.sha256))
+
+
+def recorded_start(run_dir: Path, request: Request) -> AdaptState | None:
+    """The first state of an ``apply`` run from what its folder holds; ``None`` for other runs."""
+    if request.goal != "apply":
+        return None
+    plan = load_plan(run_dir / "plan.json")
+    return _state(run_dir, plan, find_approval(run_dir / "approvals.jsonl", plan).sha256)
+
+
+def _state(run_dir: Path, plan: AdaptationPlan, approval: str) -> AdaptState:
+    plan.save(run_dir / "plans" / f"{plan.hashes.decision[:16]}-{plan.hashes.evidence[:16]}.json")
+    sha256 = ArtifactStore(run_dir).put_bytes(plan.to_bytes())
+    parse_plan(plan.to_bytes(), where=str(run_dir / "plan.json"))
+    return {"plan": sha256, "approval": approval}
+
+
+def find_data(plan: AdaptationPlan, plan_file: Path, checkpoint: Path, given: Path | None) -> Path:
+    """The folder whose data files have the hashes that the plan pins.
+
+    Looked for in ``given`` alone, or else: where the plan was made, beside the plan, beside and in the checkpoint.
+
+    Raises:
+        StalePlanError: ``data``: files are there, with other contents.
+        UsageError: ``no-data``: no such files anywhere.
+    """
+    places = [given] if given is not None else _data_places(plan_file, checkpoint)
+    spec, pins = plan.decision.recipe.data, plan.decision.data
+    wrong = []
+    for place in places:
+        files = [(place / spec.train, pins.train_sha256), (place / spec.held_out, pins.held_out_sha256)]
+        if not all(path.is_file() for path, _ in files):
+            continue
+        changed = [str(path) for path, sha256 in files if sha256_file(path) != sha256]
+        if not changed:
+            return place.resolve()
+        wrong += changed
+    if wrong:
+        raise StalePlanError(
+            "data",
+            f"data files differ from those the plan was made for: {', '.join(wrong)}",
+            where=f"decision.data of {plan_file}",
+            next_action="restore the files, name their folder with --data-root, or plan again",
+        )
+    raise UsageError(
+        "no-data",
+        f"{spec.train} and {spec.held_out} are in none of: {', '.join(map(str, places))}",
+        where="--data-root",
+        next_action="name the folder that the recipe's data paths are relative to",
+    )
+
+
+def _data_places(plan_file: Path, checkpoint: Path) -> list[Path]:
+    beside = plan_file.resolve().parent
+    places = [Path(load_request(beside).data_root)] if request_path(beside).is_file() else []
+    return [*places, beside, checkpoint.parent, checkpoint, Path.cwd()]
+
+
+def _checkpoint_folder(checkpoint: Path) -> Path:
+    if not checkpoint.is_dir():
+        raise CheckpointError(
+            "missing-folder", "no such folder", where=str(checkpoint), next_action="name the folder with config.json"
+        )
+    return checkpoint.resolve()
+
+
+def _name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "run"
+
+
+def require_run(run_dir: Path) -> Request:
+    """The request of a run folder.
+
+    Raises:
+        RunError: ``no-run``.
+    """
+    if not run_dir.is_dir():
+        raise RunError("no-run", "no such folder", where=str(run_dir), next_action="name the folder of a run")
+    return load_request(run_dir)

@@ -1,0 +1,197 @@
+"""What a report says about a plan. The same plan gives the same words."""
+
+from __future__ import annotations
+
+from shardwright.schemas.fusion import FusionDecision, FusionProposal
+from shardwright.schemas.plan import AdaptationPlan
+from shardwright.workflows.report.blocks import Block, Document, Heading, Table, Text
+from shardwright.workflows.report.units import count, duration, plural, short, size
+
+
+def plan_document(plan: AdaptationPlan) -> Document:
+    """Model, strategy, fusions, memory, time, alternatives, pins."""
+    return (
+        *plan_summary(plan),
+        *fusion_section(plan),
+        *cost_section(plan),
+        *alternatives_section(plan),
+        *pins_section(plan),
+    )
+
+
+def plan_summary(plan: AdaptationPlan) -> Document:
+    decision, evidence = plan.decision, plan.evidence
+    blocks: list[Block] = [Heading("Plan"), Table(("", ""), (*_what(plan), *_why(plan)))]
+    blocks += [Text(line) for line in evidence.explanation]
+    if decision.parent_hash is not None:
+        edits = tuple((edit.field, str(edit.old), str(edit.new), edit.reason, edit.actor) for edit in decision.edits)
+        blocks.append(Text(f"A child of plan `{short(decision.parent_hash)}`, edited by a reviewer:"))
+        blocks.append(Table(("field", "was", "is", "reason", "by"), edits))
+    return tuple(blocks)
+
+
+def _what(plan: AdaptationPlan) -> tuple[tuple[str, str], ...]:
+    decision, profile = plan.decision, plan.evidence.profile
+    batch, cluster, targets = decision.recipe.batch, decision.cluster, decision.lora_targets
+    parameters, files = count(profile.parameters.total), plural(profile.files, "file")
+    adapters = count(sum(target.adapter_parameters for target in targets))
+    roles = ", ".join(sorted({target.role for target in targets}))
+    ranks, steps = plural(cluster.world_size, "rank"), plural(decision.recipe.schedule.steps, "step")
+    return (
+        ("decision hash", f"`{plan.hashes.decision}`"),
+        ("evidence hash", f"`{plan.hashes.evidence}`"),
+        ("model", f"{decision.architecture}, {parameters} parameters in {files}"),
+        ("cluster", f"{cluster.name}: {ranks} of {cluster.device_name}, {cluster.backend}"),
+        ("strategy", f"`{decision.strategy.text()}`"),
+        ("LoRA", f"{roles}; {plural(len(targets), 'weight')}, {adapters} adapter parameters"),
+        ("batch", f"{batch.global_batch_sequences} sequences × {batch.sequence_tokens} tokens, {steps}"),
+    )
+
+
+def _why(plan: AdaptationPlan) -> tuple[tuple[str, str], ...]:
+    memory, time, search = plan.evidence.cost.memory, plan.evidence.cost.time, plan.evidence.search
+    used = f"{size(memory.reserved_bytes)} of {size(memory.budget_bytes)} a rank ({memory.fraction:.1%})"
+    trials = f"{plural(search.trials, 'trial')} ({search.sampler}, seed {search.seed})"
+    found = f"{search.legal_strategies:,} legal strategies, {search.feasible_strategies:,} fit"
+    return (
+        ("predicted memory", f"{used}, peak at {memory.peak_moment.replace('_', ' ')}"),
+        ("predicted step", f"{duration(time.step_ms)}, {time.tokens_per_s:,.0f} tokens/s, bound by {time.bound_by}"),
+        ("search", f"{trials}; {found}; exhaustive best {duration(search.oracle_step_ms)}"),
+    )
+
+
+def certificate_status(proposal: FusionProposal | None) -> str:
+    """``proved (11 of 11)``, or what is missing."""
+    if proposal is None:
+        return "no proposal"
+    obligations = proposal.certificate.obligations
+    proved = sum(o.status == "proved" for o in obligations)
+    if proposal.certificate.legal:
+        return f"✓ proved ({proved} of {len(obligations)})"
+    return f"✗ refused ({proved} of {len(obligations)} proved)"
+
+
+def gain_text(fusion: FusionDecision, proposal: FusionProposal | None) -> str:
+    """Speed-up with its origin, of the variant that is installed."""
+    variant = next((v for v in proposal.variants if v.name == fusion.variant), None) if proposal else None
+    if variant is None or variant.gain is None:
+        return "–"
+    gain = variant.gain
+    if fusion.provider == "eager":
+        return f"eager: {duration(gain.eager_ms)} ({gain.origin})"
+    return f"{gain.speedup:.3g}× ({gain.origin}): {duration(gain.eager_ms)} → {duration(gain.time_ms)}"
+
+
+def fusion_section(plan: AdaptationPlan) -> Document:
+    proposals = {p.id: p for p in plan.evidence.proposals}
+    rows = []
+    for fusion in plan.decision.fusions:
+        proposal = proposals.get(fusion.proposal_id)
+        provider = f"{fusion.provider} (rejected by a reviewer)" if fusion.rejected else fusion.provider
+        rows.append(
+            (
+                f"`{fusion.proposal_id}`",
+                str(len(fusion.modules)),
+                provider,
+                certificate_status(proposal),
+                gain_text(fusion, proposal),
+                fusion.reason or (proposal.reason if proposal else ""),
+            )
+        )
+    decided = {fusion.proposal_id for fusion in plan.decision.fusions}
+    for proposal in plan.evidence.proposals:
+        if proposal.id not in decided:
+            rows.append(
+                (
+                    f"`{proposal.id}`",
+                    str(len(proposal.region.modules)),
+                    "none",
+                    certificate_status(proposal),
+                    "–",
+                    proposal.reason,
+                )
+            )
+    if not rows:
+        return (Heading("Fusions"), Text("Structure parsing proposed none."))
+    obligations = tuple(
+        (
+            f"`{proposal.id}`",
+            o.name,
+            {"proved": "✓ proved", "refuted": "✗ refuted", "unknown": "? unknown"}[o.status],
+            o.evidence,
+        )
+        for proposal in plan.evidence.proposals
+        for o in proposal.certificate.obligations
+    )
+    return (
+        Heading("Fusions"),
+        Table(
+            ("proposal", "instances", "provider", "certificate", "gain", "reason"), tuple(rows), numeric=(1,), prose=5
+        ),
+        Table(
+            ("proposal", "obligation", "status", "evidence"),
+            obligations,
+            caption="Every obligation of every certificate",
+            folded=True,
+        ),
+    )
+
+
+def cost_section(plan: AdaptationPlan) -> Document:
+    memory, time = plan.evidence.cost.memory, plan.evidence.cost.time
+    parts = tuple(
+        (c.name, size(c.bytes), "✓" if memory.peak_moment in c.moments else "", c.origin, f"`{c.formula}`")
+        for c in sorted(memory.components, key=lambda c: (-c.bytes, c.name))
+    )
+    terms = tuple(
+        (c.name, duration(c.milliseconds), c.kind.replace("_", " "), c.origin, f"`{c.formula}`")
+        for c in sorted(time.components, key=lambda c: (-c.milliseconds, c.name))
+    )
+    return (
+        Heading("Predicted memory and time"),
+        Table(
+            ("memory term", "size", "at peak", "origin", "formula"),
+            parts,
+            numeric=(1,),
+            caption="Memory of the fullest rank",
+        ),
+        Table(
+            ("time term", "time", "kind", "origin", "formula"),
+            terms,
+            numeric=(1,),
+            caption="One optimizer step on the slowest rank",
+        ),
+    )
+
+
+def alternatives_section(plan: AdaptationPlan) -> Document:
+    if not plan.evidence.alternatives:
+        return ()
+    rows = tuple(
+        (
+            f"`{a.strategy.text()}`",
+            duration(a.step_ms),
+            size(a.reserved_bytes),
+            "fits" if a.feasible else "does not fit",
+            "yes" if a.pareto else "",
+            a.lost_because,
+        )
+        for a in plan.evidence.alternatives
+    )
+    headers = ("strategy", "step", "memory", "budget", "on the front", "lost because")
+    return (Heading("Alternatives"), Table(headers, rows, numeric=(1, 2), prose=5))
+
+
+def pins_section(plan: AdaptationPlan) -> Document:
+    decision, provenance = plan.decision, plan.evidence.provenance
+    rows = [
+        ("checkpoint", f"`{decision.checkpoint.digest}`"),
+        ("training data", f"`{decision.data.train_sha256}`"),
+        ("held-out data", f"`{decision.data.held_out_sha256}`"),
+        ("cluster", f"`{decision.cluster.digest}`"),
+        ("graph", f"`{provenance.graph_digest}`"),
+        ("workers", ", ".join(f"{k} {v}" for k, v in sorted(decision.environment.items()))),
+        ("planned with", ", ".join(f"{k} {v}" for k, v in sorted(provenance.versions.items()))),
+        ("language model", provenance.llm),
+    ]
+    return (Heading("What the plan pins"), Table(("", ""), tuple(rows)))

@@ -1,0 +1,109 @@
+"""What the user asked for: the inputs of a run, pinned by content, and the run folder they map to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from shardwright.schemas.base import Identifier, Model, PositiveInt, Sha256
+from shardwright.schemas.canonical import pretty_bytes, sha256_hex, sha256_of
+from shardwright.schemas.errors import RecipeError, RunError, UsageError
+from shardwright.schemas.files import write_atomic
+from shardwright.schemas.recipe import Recipe
+from shardwright.schemas.validation import explain, parse_yaml
+
+Goal = Literal["plan", "adapt", "apply"]
+
+
+class Request(Model):
+    """One run's inputs. Paths are absolute; what they hold is pinned by hash."""
+
+    schema_version: Literal[1] = 1
+    goal: Goal
+    checkpoint: str
+    data_root: str
+    """The folder that the recipe's data paths are relative to."""
+    recipe: str = ""
+    recipe_sha256: Sha256 | None = None
+    cluster: str = ""
+    cluster_sha256: Sha256 | None = None
+    trials: PositiveInt = 64
+    name: Identifier = "run"
+    plan_sha256: Sha256 | None = None
+    """Of the plan file's bytes, where the run starts from a plan (``apply``)."""
+
+    def key(self) -> str:
+        return sha256_of(self)
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read a recipe file.
+
+    Raises:
+        RecipeError: ``missing``, ``unreadable`` or ``invalid``, naming the fields.
+    """
+    if not path.is_file():
+        raise RecipeError(
+            "missing",
+            "no such recipe file",
+            where=str(path),
+            next_action="write one with `shardwright cluster init`, or name an existing one with --recipe",
+        )
+    return parse_yaml(Recipe, path.read_text(encoding="utf-8"), where=str(path), error=RecipeError)
+
+
+def default_run_dir(request: Request) -> Path:
+    """``runs/<name>-<key>``: the same command always means the same folder."""
+    return Path("runs") / f"{request.name}-{request.key()[:12]}"
+
+
+def request_path(run_dir: Path) -> Path:
+    return run_dir / "request.json"
+
+
+def claim(run_dir: Path, request: Request) -> None:
+    """Record the request in a new run folder, or check that the folder belongs to it.
+
+    Raises:
+        UsageError: ``other-request`` naming each field that differs.
+    """
+    path = request_path(run_dir)
+    if not path.exists():
+        write_atomic(path, pretty_bytes(request))
+        return
+    recorded = load_request(run_dir)
+    if recorded == request:
+        return
+    before, now = recorded.model_dump(), request.model_dump()
+    changed = ", ".join(f"{k}: {before[k]!r} → {now[k]!r}" for k in before if before[k] != now[k])
+    raise UsageError(
+        "other-request",
+        f"this run folder belongs to another request ({changed})",
+        where=str(run_dir),
+        next_action="name another --run-dir, or leave it out so that the folder follows the inputs",
+    )
+
+
+def load_request(run_dir: Path) -> Request:
+    """The request of an existing run folder.
+
+    Raises:
+        RunError: ``no-run`` or ``damaged-request``.
+    """
+    path = request_path(run_dir)
+    if not path.is_file():
+        raise RunError(
+            "no-run", "not a run folder", where=str(path), next_action="name the folder that `shardwright adapt` made"
+        )
+    try:
+        return Request.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise RunError(
+            "damaged-request", explain(error), where=str(path), next_action="start the run again in another folder"
+        ) from error
+
+
+def file_sha256(path: Path) -> str:
+    return sha256_hex(path.read_bytes())

@@ -1,0 +1,176 @@
+"""The work behind the nodes, as a table of callables. Defaults import their room when they are first called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from shardwright.schemas.canonical import sha256_of
+from shardwright.schemas.cluster import ClusterRef, ClusterSpec
+from shardwright.schemas.cost import CostReport
+from shardwright.schemas.fusion import FusionDecision, FusionProposal
+from shardwright.schemas.graph import OpGraph
+from shardwright.schemas.lora import LoraTarget
+from shardwright.schemas.plan import AdaptationPlan, Alternative, SearchRecord
+from shardwright.schemas.profile import CheckpointProfile
+from shardwright.schemas.recipe import LoraSpec, Recipe
+from shardwright.schemas.run import AdapterFacts, CheckResult
+from shardwright.schemas.strategy import ParallelStrategy
+
+
+class StructureResult(Protocol):
+    """What structure parsing returns."""
+
+    @property
+    def graph(self) -> OpGraph: ...
+    @property
+    def proposals(self) -> tuple[FusionProposal, ...]: ...
+
+
+class SearchResult(Protocol):
+    """What strategy search returns."""
+
+    @property
+    def best(self) -> ParallelStrategy: ...
+    @property
+    def cost(self) -> CostReport: ...
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]: ...
+    @property
+    def record(self) -> SearchRecord: ...
+    @property
+    def explanation(self) -> tuple[str, ...]: ...
+
+
+Proposals = tuple[FusionProposal, ...]
+Decisions = tuple[FusionDecision, ...]
+
+
+def _load_cluster(name_or_path: str) -> ClusterSpec:
+    from shardwright.search_spaces.catalogue import load_cluster
+
+    return load_cluster(name_or_path)
+
+
+def _cluster_ref(cluster: ClusterSpec) -> ClusterRef:
+    from shardwright.search_spaces.catalogue import cluster_ref
+
+    return cluster_ref(cluster)
+
+
+def _profile(folder: Path) -> CheckpointProfile:
+    from shardwright.checkpoints.profile import profile_checkpoint
+
+    return profile_checkpoint(folder)
+
+
+def _targets(folder: Path, lora: LoraSpec) -> tuple[LoraTarget, ...]:
+    from shardwright.checkpoints.config import read_config
+    from shardwright.checkpoints.targets import parameter_shapes, resolve_targets
+
+    return resolve_targets(parameter_shapes(folder), lora, model_type=read_config(folder).text_model_type)
+
+
+def _structure(folder: Path, profile: CheckpointProfile, cluster: ClusterSpec, recipe: Recipe) -> StructureResult:
+    from shardwright.agents.structure.run import run_structure
+
+    return run_structure(folder, profile, cluster, recipe)
+
+
+def _search(
+    profile: CheckpointProfile,
+    recipe: Recipe,
+    cluster: ClusterSpec,
+    targets: tuple[LoraTarget, ...],
+    trials: int,
+    journal: Path,
+) -> SearchResult:
+    from shardwright.agents.strategy.run import run_search
+
+    return run_search(profile, recipe, cluster, targets, trials=trials, seed=recipe.seeds.search, journal=journal)
+
+
+def _recertify(
+    proposals: Proposals, strategy: ParallelStrategy, cluster: ClusterSpec, recipe: Recipe
+) -> tuple[Proposals, Decisions]:
+    from shardwright.agents.structure.join import recertify
+
+    return recertify(proposals, strategy, cluster, recipe)
+
+
+def _violations(
+    profile: CheckpointProfile, recipe: Recipe, cluster: ClusterSpec, strategy: ParallelStrategy
+) -> tuple[str, ...]:
+    from shardwright.search_spaces.legality import violations
+
+    found = violations(profile, recipe, cluster, strategy)
+    return tuple(
+        f"{v.rule}: {v.message} (nearest legal: {', '.join(map(str, v.nearest_legal)) or 'none'})" for v in found
+    )
+
+
+def _estimate(
+    profile: CheckpointProfile,
+    recipe: Recipe,
+    cluster: ClusterSpec,
+    strategy: ParallelStrategy,
+    targets: tuple[LoraTarget, ...],
+    fusions: Decisions,
+) -> CostReport:
+    from shardwright.search_spaces.cost import estimate
+
+    return estimate(profile, recipe, cluster, strategy, targets, fusions)
+
+
+def _verify(plan: AdaptationPlan, checkpoint: Path, data_root: Path) -> None:
+    from shardwright.runtime.verify import verify_plan_against_world
+
+    verify_plan_against_world(plan, checkpoint, data_root)
+
+
+def _launch(plan: Path, checkpoint: Path, data_root: Path, approvals: Path, run_dir: Path) -> int:
+    from shardwright.runtime.launch.local import launch
+
+    return launch(plan, checkpoint, data_root, approvals, run_dir)
+
+
+def _export(run_dir: Path, checkpoint: Path) -> AdapterFacts:
+    from shardwright.runtime.export.peft import export_adapter
+
+    return export_adapter(run_dir, checkpoint)
+
+
+def _check_adapter(run_dir: Path, checkpoint: Path) -> tuple[CheckResult, ...]:
+    from shardwright.runtime.checks.export import check_adapter
+
+    return check_adapter(run_dir, checkpoint)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """One callable for each piece of work; tests replace single ones."""
+
+    load_cluster: Callable[[str], ClusterSpec] = _load_cluster
+    cluster_ref: Callable[[ClusterSpec], ClusterRef] = _cluster_ref
+    profile: Callable[[Path], CheckpointProfile] = _profile
+    targets: Callable[[Path, LoraSpec], tuple[LoraTarget, ...]] = _targets
+    structure: Callable[[Path, CheckpointProfile, ClusterSpec, Recipe], StructureResult] = _structure
+    search: Callable[[CheckpointProfile, Recipe, ClusterSpec, tuple[LoraTarget, ...], int, Path], SearchResult] = (
+        _search
+    )
+    recertify: Callable[[Proposals, ParallelStrategy, ClusterSpec, Recipe], tuple[Proposals, Decisions]] = _recertify
+    violations: Callable[[CheckpointProfile, Recipe, ClusterSpec, ParallelStrategy], tuple[str, ...]] = _violations
+    estimate: Callable[
+        [CheckpointProfile, Recipe, ClusterSpec, ParallelStrategy, tuple[LoraTarget, ...], Decisions], CostReport
+    ] = _estimate
+    verify: Callable[[AdaptationPlan, Path, Path], None] = _verify
+    launch: Callable[[Path, Path, Path, Path, Path], int] = _launch
+    export: Callable[[Path, Path], AdapterFacts] = _export
+    check_adapter: Callable[[Path, Path], tuple[CheckResult, ...]] = _check_adapter
+
+
+def cluster_sha256(cluster: ClusterSpec) -> str:
+    """The hash that a request pins its cluster by."""
+    return sha256_of(cluster)
