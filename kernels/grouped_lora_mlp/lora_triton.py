@@ -1,0 +1,84 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The low-rank side of the grouped products: shrink of rows to the rank, and the adapters' gradients.
+
+Legend: R rows, E experts, N width, r rank, RP rank rounded up to a power of two, K slots a token.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["SLOTS"])
+def shrink_kernel(
+    x_ptr, a_ptr, z_ptr, entry_ptr, expert_ptr, first_ptr, last_ptr, tiles_ptr, scaling, N, RANK, SLOTS,
+    a_stride_n, a_stride_r, GATHER: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, RP: tl.constexpr,
+):  # fmt: skip
+    """``z [R, r] = scaling · x A`` with A [E, N, r] in any stride order; x rows gathered or contiguous."""
+    tile = tl.program_id(0)
+    if tile < tl.load(tiles_ptr):
+        expert = tl.load(expert_ptr + tile).to(tl.int64)
+        first = tl.load(first_ptr + tile) + tl.program_id(1) * BR
+        last = tl.load(last_ptr + tile)
+        if first < last:
+            rows = first + tl.arange(0, BR)
+            live = rows < last
+            if GATHER:
+                at = (tl.load(entry_ptr + rows, mask=live, other=0) // SLOTS).to(tl.int64)
+            else:
+                at = tl.where(live, rows, first).to(tl.int64)
+            ranks, columns = tl.arange(0, RP), tl.arange(0, BN)
+            x_at = x_ptr + at[:, None] * N + columns[None, :]
+            a_at = a_ptr + expert * N * RANK + ranks[None, :] * a_stride_r
+            acc = tl.zeros([BR, RP], tl.float32)
+            for n in tl.range(0, N, BN):
+                inside = n + columns < N
+                x = tl.load(x_at + n, mask=inside[None, :], other=0.0)
+                a = tl.load(
+                    a_at + (n + columns).to(tl.int64)[:, None] * a_stride_n,
+                    mask=inside[:, None] & (ranks < RANK)[None, :],
+                    other=0.0,
+                )
+                acc = tl.dot(x, a, acc, input_precision="ieee")
+            z = (acc * scaling).to(z_ptr.dtype.element_ty)
+            z_at = z_ptr + rows.to(tl.int64)[:, None] * RANK + ranks[None, :]
+            tl.store(z_at, z, mask=live[:, None] & (ranks < RANK)[None, :])
+
+
+@triton.jit(do_not_specialize=["SLOTS"])
+def adapter_grad_kernel(
+    q_ptr, p_ptr, out_ptr, entry_ptr, weights_ptr, offsets_ptr, N, RANK, SLOTS, o_stride_n, o_stride_r,
+    GATHER: tl.constexpr, WEIGHTED: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, RP: tl.constexpr,
+):  # fmt: skip
+    """``out [E, N, r]`` (any stride order) ``= Σ_rows q[row, n] · p[row, r]`` over each expert's rows, in order.
+
+    p is multiplied by the row's routing weight where asked. An expert without rows gets zeros.
+    """
+    expert, block = tl.program_id(1), tl.program_id(0)
+    first, last = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
+    columns, ranks = block * BN + tl.arange(0, BN), tl.arange(0, RP)
+    acc = tl.zeros([BN, RP], tl.float32)
+    for start in tl.range(first, last, BR):
+        rows = start + tl.arange(0, BR)
+        live = rows < last
+        at = rows.to(tl.int64)
+        p = tl.load(
+            p_ptr + at[:, None] * RANK + ranks[None, :], mask=live[:, None] & (ranks < RANK)[None, :], other=0.0
+        )
+        if GATHER or WEIGHTED:
+            entry = tl.load(entry_ptr + rows, mask=live, other=0)
+            if WEIGHTED:
+                weight = tl.load(weights_ptr + entry, mask=live, other=0.0).to(tl.float32)
+                p = (p.to(tl.float32) * weight[:, None]).to(p_ptr.dtype.element_ty)
+            if GATHER:
+                at = (entry // SLOTS).to(tl.int64)
+        q = tl.load(q_ptr + at[:, None] * N + columns[None, :], mask=live[:, None] & (columns < N)[None, :], other=0.0)
+        acc = tl.dot(q.T, p, acc, input_precision="ieee")
+    out = (
+        out_ptr
+        + tl.cast(expert, tl.int64) * N * RANK
+        + columns.to(tl.int64)[:, None] * o_stride_n
+        + ranks[None, :] * o_stride_r
+    )
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(columns < N)[:, None] & (ranks < RANK)[None, :])

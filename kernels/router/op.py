@@ -1,0 +1,283 @@
+"""The router as a torch operator: guards, launches, gradient, fake tensors, torch.compile.
+
+Legend: T tokens, E experts, k chosen experts, G groups, P programs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwright.kernels import device
+from shardwright.kernels.dispatch import direct, wants_gradient
+from shardwright.kernels.router import configs, contract
+from shardwright.kernels.router.triton import router_bwd_kernel, router_fwd_kernel, router_mean_kernel
+
+
+class Routing(NamedTuple):
+    """Where each token goes, and how the load falls."""
+
+    weights: Tensor
+    """``[T, k]`` fp32."""
+    experts: Tensor
+    """``[T, k]`` int64, best first, the lower index first among equals; no gradient."""
+    counts: Tensor
+    """``[E]`` int32, tokens of each expert; no gradient."""
+    mean_probability: Tensor
+    """``[E]`` fp32, mean over tokens; 0 where T is 0."""
+
+
+class Settings(NamedTuple):
+    """What the model's configuration says about its router."""
+
+    k: int
+    scoring: str
+    groups: int
+    groups_kept: int
+    group_score: str
+    renormalise: bool
+    scale: float
+
+
+def compute_forward(logits: Tensor, bias: Tensor | None, settings: Settings) -> Routing:
+    """Guards, then one pass over the logits and one small reduction; no host wait."""
+    contract.check(logits, bias, interpreted=device.interpreted())
+    T, E = logits.shape
+    new = logits.new_empty
+    weights, experts = new((T, settings.k), dtype=torch.float32), new((T, settings.k), dtype=torch.int64)
+    counts = torch.zeros(E, dtype=torch.int32, device=logits.device)
+    if T == 0:
+        return Routing(weights, experts, counts, logits.new_zeros(E, dtype=torch.float32))
+    mean = new(E, dtype=torch.float32)
+    P = configs.programs(T, device.multiprocessors(logits))
+    partial = new((P, E), dtype=torch.float32)
+    group_tile, member_tile = configs.tile(E, settings.groups)
+    with device.current(logits):
+        router_fwd_kernel[(P,)](
+            logits,
+            logits if bias is None else bias,
+            weights,
+            experts,
+            counts,
+            partial,
+            settings.scale,
+            T,
+            E=E,
+            K=settings.k,
+            SLOTS=configs.slots(settings.k),
+            G=settings.groups,
+            M=E // settings.groups,
+            GROUPS=group_tile,
+            MEMBERS=member_tile,
+            KEPT=settings.groups_kept,
+            TOP2=settings.group_score == "top2",
+            SOFTMAX=settings.scoring == "softmax",
+            BIASED=bias is not None,
+            RENORMALISE=settings.renormalise,
+            num_warps=configs.WARPS,
+        )
+        router_mean_kernel[(-(-E // configs.MEAN_BLOCK_E),)](
+            partial,
+            mean,
+            P,
+            T,
+            E,
+            BLOCK_P=configs.MEAN_BLOCK_P,
+            BLOCK_E=configs.MEAN_BLOCK_E,
+            num_warps=configs.MEAN_WARPS,
+        )
+    return Routing(weights, experts, counts, mean)
+
+
+def compute_backward(
+    dweights: Tensor, dmean: Tensor | None, logits: Tensor, experts: Tensor, settings: Settings
+) -> Tensor:
+    """``dlogits [T, E]`` in the logits' dtype; an expanded gradient is made real rows first."""
+    T, E = logits.shape
+    dlogits = torch.empty_like(logits)
+    if T == 0:
+        return dlogits
+    P = configs.programs(T, device.multiprocessors(logits))
+    with device.current(logits):
+        router_bwd_kernel[(P,)](
+            logits,
+            experts,
+            dweights.contiguous(),
+            dweights if dmean is None else dmean.contiguous(),
+            dlogits,
+            settings.scale,
+            T,
+            E=E,
+            K=settings.k,
+            SLOTS=configs.slots(settings.k),
+            COLUMNS=configs.tile(E, 1)[1],
+            SOFTMAX=settings.scoring == "softmax",
+            RENORMALISE=settings.renormalise,
+            MEAN_GRADIENT=dmean is not None,
+            num_warps=configs.WARPS,
+        )
+    return dlogits
+
+
+class Router(torch.autograd.Function):
+    """The short way for plain tensors (see ``kernels.dispatch``)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, bias: Tensor | None, settings: Settings) -> tuple[Tensor, ...]:
+        routing = compute_forward(logits, bias, settings)
+        ctx.save_for_backward(logits, routing.experts)
+        ctx.settings = settings
+        ctx.mark_non_differentiable(routing.experts, routing.counts)
+        ctx.set_materialize_grads(False)
+        return tuple(routing)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dweights: Tensor | None, _: Tensor | None, __: Tensor | None, dmean: Tensor | None
+    ) -> tuple[Tensor | None, None, None]:
+        logits, experts = ctx.saved_tensors
+        if dweights is None and dmean is None:
+            return None, None, None
+        if dweights is None:
+            dweights = experts.new_zeros(experts.shape, dtype=torch.float32)
+        return compute_backward(dweights, dmean, logits, experts, ctx.settings), None, None
+
+
+@torch.library.custom_op("shardwright::router_forward", mutates_args=())
+def router_forward(
+    logits: Tensor,
+    bias: Tensor | None,
+    k: int,
+    scoring: str,
+    groups: int,
+    groups_kept: int,
+    group_score: str,
+    renormalise: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four parts of :class:`Routing` as one opaque node for tracers."""
+    settings = Settings(k, scoring, groups, groups_kept, group_score, renormalise, scale)
+    weights, experts, counts, mean = compute_forward(logits, bias, settings)
+    return weights, experts, counts, mean
+
+
+@router_forward.register_fake
+def _(
+    logits: Tensor,
+    bias: Tensor | None,
+    k: int,
+    scoring: str,
+    groups: int,
+    groups_kept: int,
+    group_score: str,
+    renormalise: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    T, E = logits.shape
+    new = logits.new_empty
+    return (
+        new((T, k), dtype=torch.float32),
+        new((T, k), dtype=torch.int64),
+        new(E, dtype=torch.int32),
+        new(E, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("shardwright::router_backward", mutates_args=())
+def router_backward(
+    dweights: Tensor,
+    dmean: Tensor,
+    logits: Tensor,
+    experts: Tensor,
+    k: int,
+    scoring: str,
+    renormalise: bool,
+    scale: float,
+) -> Tensor:
+    """``dlogits [T, E]``."""
+    settings = Settings(k, scoring, 1, 1, "max", renormalise, scale)
+    return compute_backward(dweights, dmean, logits, experts, settings)
+
+
+@router_backward.register_fake
+def _(
+    dweights: Tensor,
+    dmean: Tensor,
+    logits: Tensor,
+    experts: Tensor,
+    k: int,
+    scoring: str,
+    renormalise: bool,
+    scale: float,
+) -> Tensor:
+    return torch.empty_like(logits)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(inputs[0], output[1])
+    ctx.settings = Settings(*inputs[2:])
+    ctx.mark_non_differentiable(output[1], output[2])
+
+
+def _differentiate(ctx: Any, dweights: Tensor, _: Tensor, __: Tensor, dmean: Tensor) -> tuple[Tensor | None, ...]:
+    logits, experts = ctx.saved_tensors
+    s = ctx.settings
+    dlogits = router_backward(dweights, dmean, logits, experts, s.k, s.scoring, s.renormalise, s.scale)
+    return dlogits, *(None for _ in range(8))
+
+
+router_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def router(
+    logits: Tensor,
+    bias: Tensor | None = None,
+    *,
+    k: int,
+    scoring: str = "softmax",
+    groups: int = 1,
+    groups_kept: int = 1,
+    group_score: str = "top2",
+    renormalise: bool = True,
+    scale: float = 1.0,
+) -> Routing:
+    """Choose k experts for each token, in fp32 from the scores to the weights.
+
+    Args:
+        logits: ``[T, E]``, contiguous, fp32, bf16 or fp16; E <= 1024.
+        bias: ``[E]``; it picks, the score without it weighs. It gets no gradient.
+        k: experts of a token, at most 32.
+        scoring: ``softmax`` over all experts, or ``sigmoid`` of each.
+        groups: the experts form this many groups of neighbours (n_group) ...
+        groups_kept: ... of which this many stand (topk_group) ...
+        group_score: ... by their largest (``max``) or the sum of their two largest scores (``top2``).
+        renormalise: divide the weights of a token by their sum (norm_topk_prob).
+        scale: factor of all weights (routed_scaling_factor).
+
+    Returns:
+        Routing: weights and mean probability are differentiable in the logits.
+
+    Raises:
+        KernelError: an input outside ``contract``.
+    """
+    settings = Settings(k, scoring, groups, groups_kept, group_score, renormalise, scale)
+    contract.check_static(
+        logits,
+        bias,
+        k=k,
+        scoring=scoring,
+        groups=groups,
+        groups_kept=groups_kept,
+        group_score=group_score,
+        scale=scale,
+    )
+    tensors = (logits,) if bias is None else (logits, bias)
+    if not direct(*tensors):
+        return Routing(*router_forward(logits, bias, *settings))
+    if not wants_gradient(logits):
+        return compute_forward(logits, bias, settings)
+    return Routing(*cast("tuple[Tensor, ...]", Router.apply(logits, bias, settings)))

@@ -1,0 +1,100 @@
+"""The grouped LoRA MLP against fp64.
+
+Runs itself again under TRITON_INTERPRET=1, which must be set before triton is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own process")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is already inside")
+def test_all_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+if INTERPRETED:
+    from shardwright.kernels import interpreter
+
+    interpreter.install()
+
+    from shardwright.kernels.grouped_lora_mlp import cases
+    from shardwright.kernels.grouped_lora_mlp.contract import Activation, Kind, Layout
+    from shardwright.kernels.grouped_lora_mlp.op import grouped_lora_mlp
+    from shardwright.kernels.grouped_lora_mlp.reference import grouped_lora_mlp_reference
+    from shardwright.kernels.verify import verify_case, verify_repeats
+    from shardwright.schemas.errors import KernelError
+
+
+@inside
+@pytest.mark.parametrize("lora", [False, True])
+def test_error_is_no_larger_than_eagers(lora: bool) -> None:
+    """Experts without rows, a hot one, rows of nobody, no rows; fp32, bf16, poisoned memory, same bits."""
+    suite = cases.LORA_SUITE if lora else cases.SUITE
+    results = [
+        result
+        for shape in suite.small_shapes
+        for dtype in (torch.float32, torch.bfloat16)
+        for result in verify_case(suite, shape, dtype, "cpu")
+    ]
+    results.append(verify_repeats(suite, suite.small_shapes[0], torch.bfloat16, "cpu"))
+    assert len(results) > 30
+    assert [result for result in results if not result.ok] == []
+
+
+@inside
+@pytest.mark.parametrize("order", ["out_in", "in_out"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kind", ["swiglu", "clamped_swiglu", "situ", "relu2", "silu"])
+def test_activations_and_layouts(kind: Kind, interleaved: bool, order: str) -> None:
+    """Output and dx in fp32 against fp64, every activation in every storage order."""
+    activation = Activation(kind, (1.5, 1.7, 1.0))
+    if interleaved and not activation.gated:
+        pytest.skip("without a gate there is nothing to interleave")
+    layout = Layout("in_out" if order == "in_out" else "out_in", interleaved)
+    E, H, I = 3, 24, 40
+    F = 2 * I if activation.gated else I
+    generator = torch.Generator().manual_seed(5)
+    x, gate_up, down = (torch.randn(s, generator=generator) for s in ((17, H), (E, F, H), (E, H, I)))
+    if order == "in_out":
+        gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
+    counts = torch.tensor([9, 0, 8])
+    near, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    y = grouped_lora_mlp(near, counts, gate_up, down, activation=activation, layout=layout)
+    truth = grouped_lora_mlp_reference(exact, counts, gate_up.double(), down.double(), None, None, activation, layout)
+    dy = torch.randn(y.shape, generator=generator)
+    y.backward(dy)
+    truth.backward(dy.double())
+    assert near.grad is not None and exact.grad is not None
+    for ours, right in ((y, truth), (near.grad, exact.grad)):
+        assert float((ours.double() - right).norm() / right.norm()) < 2e-6
+
+
+@inside
+def test_what_is_refused() -> None:
+    x, gate_up, down = torch.ones(4, 16), torch.ones(2, 16, 16), torch.ones(2, 16, 8)
+    counts = torch.tensor([2, 2])
+    bad = {
+        "kernel/dtype-mixed": (x.bfloat16(), counts, gate_up, down),
+        "kernel/wrong-shape": (x, counts[:1], gate_up, down),
+        "kernel/not-contiguous": (torch.ones(16, 4).mT, counts, gate_up, down),
+        "kernel/misaligned-width": (torch.ones(4, 6), counts, torch.ones(2, 16, 6), torch.ones(2, 6, 8)),
+        "kernel/trains-the-base": (x, counts, gate_up.clone().requires_grad_(), down),
+    }
+    for code, arguments in bad.items():
+        with pytest.raises(KernelError) as caught:
+            grouped_lora_mlp(*arguments)
+        assert caught.value.code == code

@@ -1,0 +1,81 @@
+"""Permute and combine against their references.
+
+Runs itself again under TRITON_INTERPRET=1, which must be set before triton is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own process")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is already inside")
+def test_all_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+if INTERPRETED:
+    from shardwright.kernels import interpreter
+
+    interpreter.install()
+    from shardwright.kernels.permute.op import combine, gather_rows, route
+    from shardwright.kernels.permute.reference import combine_reference, gather_rows_reference, route_reference
+
+
+@inside
+@pytest.mark.parametrize(("T", "K", "E"), [(700, 3, 5), (90, 16, 896), (1, 1, 1), (0, 2, 4)])
+def test_route_is_the_stable_sort(T: int, K: int, E: int) -> None:
+    """Several chunks, E not a power of two, sentinels, no tokens; tiles cover each row once."""
+    ids = torch.randint(-1, E + 1, (T, K), generator=torch.Generator().manual_seed(1))
+    found, (counts, entry, place) = route(ids, E), route_reference(ids, E)
+    rows = int(counts.sum())
+    assert torch.equal(found.counts.long(), counts) and torch.equal(found.place.long(), place)
+    assert torch.equal(found.entry[:rows].long(), entry[:rows])
+    expert, first, last = (t[: int(found.tiles.count)].tolist() for t in found.tiles.lists())
+    covered = [row for a, b in zip(first, last, strict=True) for row in range(a, b)]
+    assert covered == list(range(rows)) and max([b - a for a, b in zip(first, last, strict=True)], default=0) <= 192
+    owner = torch.repeat_interleave(torch.arange(E), counts).tolist()
+    assert all(owner[a] == e == owner[b - 1] for e, a, b in zip(expert, first, last, strict=True) if a < b)
+
+
+@inside
+def test_sentinel_rows_never_matter() -> None:
+    """16 slots, half of them sentinels, their rows NaN: output and all gradients stay finite and right."""
+    ids = torch.randint(0, 6, (9, 16), generator=torch.Generator().manual_seed(2))
+    ids[:, 8:] = -1
+    routing = route(ids, 6)
+    y = torch.randn(routing.rows, 40, generator=torch.Generator().manual_seed(3))
+    y[int(routing.counts.sum()) :] = float("nan")
+    weights = torch.rand(9, 16, generator=torch.Generator().manual_seed(4))
+    leaves = [t.clone().requires_grad_() for t in (y, weights)]
+    exact = [t.double().requires_grad_() for t in (y.nan_to_num(), weights)]
+    out, truth = combine(leaves[0], routing, leaves[1]), combine_reference(exact[0], routing.place.long(), exact[1])
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(6))
+    found, right = torch.autograd.grad(out, leaves, dout), torch.autograd.grad(truth, exact, dout.double())
+    for a, b in zip((out, *found), (truth, *right), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+@inside
+def test_gather_and_its_gradient() -> None:
+    ids = torch.randint(-1, 5, (33, 3), generator=torch.Generator().manual_seed(7))
+    routing = route(ids, 5)
+    x = torch.randn(33, 40, generator=torch.Generator().manual_seed(8))
+    near, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    rows, truth = gather_rows(near, routing), gather_rows_reference(exact, routing.place.long(), routing.rows)
+    assert torch.equal(rows.double(), truth)
+    d = torch.randn(rows.shape, generator=torch.Generator().manual_seed(9))
+    (dx,), (right,) = torch.autograd.grad(rows, near, d), torch.autograd.grad(truth, exact, d.double())
+    torch.testing.assert_close(dx.double(), right, rtol=1e-6, atol=1e-6)
