@@ -6,8 +6,7 @@ Runs itself again under TRITON_INTERPRET=1, which must be set before triton is i
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,11 +18,8 @@ inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's o
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is already inside")
-def test_all_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+def test_all_in_the_interpreter(interpret: Callable[[str], None]) -> None:
+    interpret("../test_moe_layer.py")
 
 
 if INTERPRETED:
