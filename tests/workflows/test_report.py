@@ -95,6 +95,14 @@ def test_reports_repeat_byte_for_byte(finished, record) -> None:
         assert write(finished.plan) == write(finished.plan)
 
 
+def test_a_record_from_run_json_and_from_the_store_print_alike(finished, record) -> None:
+    """42.2499996 keeps all digits in run.json and is 42.25 in the store; one decimal would tell them apart."""
+    full = record.model_copy(update={"measured_step_ms": 42.2499996})
+    stored = record.model_copy(update={"measured_step_ms": 42.25})
+    assert duration(42.2499996) != duration(42.2500004)
+    assert markdown_report(finished.plan, full) == markdown_report(finished.plan, stored)
+
+
 def test_text_from_outside_is_escaped(finished, record) -> None:
     good = finished.plan.evidence.proposals[0]
     proposals = (good.model_copy(update={"reason": EVIL}),)

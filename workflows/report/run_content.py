@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwright.schemas.approval import Approval
+from shardwright.schemas.canonical import canonical_bytes
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.run import RunRecord
 from shardwright.workflows.report import svg
@@ -12,7 +13,12 @@ from shardwright.workflows.report.units import change, count, duration, off_by, 
 
 
 def run_document(plan: AdaptationPlan, record: RunRecord, approval: Approval | None = None) -> Document:
-    """The whole report of a finished run, without any time of day."""
+    """The whole report of a finished run, without any time of day.
+
+    Figures have six significant digits first: the workflow's store keeps those, ``run.json`` keeps all, and both must
+    print alike.
+    """
+    record = RunRecord.model_validate_json(canonical_bytes(record))
     title = f"{plan.decision.architecture} adapted: {plan.decision.recipe.name}"
     return (
         Heading(title, 1),
