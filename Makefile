@@ -40,8 +40,9 @@ contract: setup ## layers and bare imports
 schemas: setup ## rewrite the shipped JSON Schemas
 	$(BIN)/python -m shardwright.schemas.registry
 
-docs: setup ## rewrite docs/performance.md from benchmarks/results
+docs: setup ## rewrite docs/performance.md and docs/reference
 	$(BIN)/python benchmarks/render.py
+	$(BIN)/python docs/generate_reference.py
 
 clean: ## remove caches, runs and the environment
 	rm -rf .venv .cache runs .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

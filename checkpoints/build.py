@@ -70,6 +70,8 @@ def has_transformers_class(config: ModelConfig) -> bool:
 def model_class_for(config: ModelConfig) -> Any:
     """The transformers class: the named architecture where it is the library's, else the family's causal LM.
 
+    A configuration with a nested language model belongs to the whole model, not to the causal LM of its text part.
+
     Raises:
         CheckpointError: ``unknown-architecture``.
     """
@@ -77,18 +79,22 @@ def model_class_for(config: ModelConfig) -> Any:
     from transformers.models.auto import configuration_auto, modeling_auto
 
     if config.model_type in configuration_auto.CONFIG_MAPPING_NAMES:
-        for table in (
+        tables = (
             modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
             modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
             modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
             modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
             modeling_auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES,
-        ):
-            names = table.get(config.model_type)
-            if names is not None:
-                choices = (names,) if isinstance(names, str) else tuple(names)
-                chosen = config.architecture if config.architecture in choices else choices[0]
-                return getattr(transformers, chosen)
+        )
+        found = [names for table in tables if (names := table.get(config.model_type)) is not None]
+        choices = [name for names in found for name in ((names,) if isinstance(names, str) else names)]
+        if config.architecture in choices:
+            return getattr(transformers, config.architecture)
+        own = configuration_auto.CONFIG_MAPPING[config.model_type]
+        classes = [getattr(transformers, name) for name in choices]
+        whole = [one for one in classes if getattr(one, "config_class", own) is own]
+        if classes:
+            return (whole or classes)[0]
     custom = "auto_map" in config.raw
     raise CheckpointError(
         "unknown-architecture",

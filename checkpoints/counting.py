@@ -16,7 +16,7 @@ from shardwright.checkpoints.packing.logical import LogicalTensor
 from shardwright.schemas.profile import ActiveCounts, Component, ModelShape, ParameterCounts
 
 _BUFFER = re.compile(
-    r"(e_score_correction_bias|expert_bias|router_bias|balancing_biases|inv_freq)$|moe_statics\."
+    r"(e_score_correction_bias|expert_bias|router_bias|balancing_biases|inv_freq|layer_scalar)$|moe_statics\."
     r"|self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)$"
 )
 _GATE_BIAS = re.compile(r"\.(ffn|mlp)\.gate\.bias$")
@@ -157,7 +157,7 @@ class Counter:
         dtype = self._headers.tensors[tensor.values].dtype
         if tensor.format == "plain" and dtype not in PLAIN and dtype not in FP8:
             return 0, size
-        family = self._config.text_model_type
+        family = self._config.text_model_type.removesuffix("_text")
         if _BUFFER.search(name) and family not in TRAINED_ROUTER_BIAS:
             return 0, size
         if family in GATE_BIAS_IS_CORRECTION and _GATE_BIAS.search(name):

@@ -140,6 +140,14 @@ class NameMap:
         """The published names (as in the files) behind a parameter, in the order of their place in it."""
         return tuple(piece.tensor for piece in sorted(self._sources.get(parameter, ()), key=lambda p: p.target))
 
+    def pieces(self, parameter: str) -> tuple[Piece, ...]:
+        """The boxes of logical file tensors behind a parameter, packed ones too, in order of their place in it."""
+        return tuple(sorted(self._sources.get(parameter, ()), key=lambda piece: piece.target))
+
+    def logical(self, tensor: str) -> LogicalTensor:
+        """How a logical file tensor is stored."""
+        return self._logical[tensor]
+
     def missing(self) -> tuple[str, ...]:
         """Parameters that no file tensor fills."""
         return tuple(name for name in self._shapes if name not in self._sources)

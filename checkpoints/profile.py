@@ -113,8 +113,10 @@ def check_agreement(
     elif not stems and shape.num_layers:
         require("num_hidden_layers", shape.num_layers, 0, "no tensor of any layer")
     identity = config.count("zero_expert_num")
+    widths = config.get("moe_intermediate_size")
+    pools = len(widths) if isinstance(widths, list) and widths else 1
     for name, count in sorted(expert_counts(logical, counter).items()):
-        if count != shape.num_experts + identity:
+        if count != shape.num_experts * pools + identity:
             require("the number of experts", shape.num_experts, count, name)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from shardwright.checkpoints.conversion import Box, Piece, intersect
 from shardwright.checkpoints.headers import Headers
+from shardwright.checkpoints.marker import require_weights
 from shardwright.checkpoints.names import TensorRead
 from shardwright.checkpoints.packing.dtypes import BITS, TORCH
 from shardwright.schemas.errors import CheckpointError
@@ -40,10 +41,14 @@ class ShardReader:
 
     Attributes:
         bytes_read: bytes of tensor data taken from files so far.
+
+    Raises:
+        CheckpointError: ``headers-only`` when the folder holds no weights.
     """
 
     def __init__(self, folder: Path, headers: Headers) -> None:
         self.folder = Path(folder)
+        require_weights(self.folder)
         self.headers = headers
         self.bytes_read = 0
         self._handles: dict[str, int] = {}

@@ -27,6 +27,10 @@ DENSE_WIDTH = ("dense_intermediate_size", "intermediate_size_mlp")
 SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+LAYER_LISTS = ("layers_block_type", "layer_types")
+"""One entry for each layer; some families give no other count."""
+FIXED_TOP_K = {"switch_transformers": 1, "nllb-moe": 2}
+"""Families whose class has the number of experts for one token built in."""
 HIDDEN = ("hidden_size", "d_model", "n_embd")
 HEADS = ("num_attention_heads", "n_head", "n_heads")
 
@@ -40,7 +44,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
     heads = config.count(*HEADS)
     hidden = config.count(*HIDDEN)
     experts = _first(config, EXPERTS)
-    top_k = _first(config, TOP_K)
+    top_k = _first(config, TOP_K) or (FIXED_TOP_K.get(config.text_model_type, 0) if experts else 0)
     if experts and not 0 < top_k <= experts:
         raise CheckpointError(
             "config-contradiction",
@@ -55,7 +59,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
     try:
         return ModelShape(
             hidden_size=hidden,
-            num_layers=config.count(*LAYERS),
+            num_layers=_layers(config),
             vocab_size=config.count("vocab_size"),
             num_attention_heads=heads,
             num_key_value_heads=config.count("num_key_value_heads", "num_kv_heads", default=heads),
@@ -68,6 +72,8 @@ def model_shape(config: ModelConfig) -> ModelShape:
             tie_word_embeddings=config.tie_word_embeddings,
             max_position_tokens=config.count("max_position_embeddings"),
             gated_mlp=layout.gated if layout else True,
+            expert_hidden_size=config.count("routed_expert_hidden_size", "moe_latent_size") if experts else 0,
+            **_attention_sizes(config),
         )
     except ValidationError as error:
         raise CheckpointError(
@@ -78,12 +84,34 @@ def model_shape(config: ModelConfig) -> ModelShape:
         ) from error
 
 
+def _attention_sizes(config: ModelConfig) -> dict[str, int]:
+    """Widths of latent, linear and sparse attention; a model without one has none of its keys, or null."""
+    linear = config.get("linear_attn_config")
+    linear = linear if isinstance(linear, dict) else {}
+    plain = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk")
+    named = {"index_num_heads": "index_n_heads", "index_head_dim": "index_head_dim"} | {name: name for name in plain}
+    sizes = {field: config.count(key) if config.get(key) else 0 for field, key in named.items()}
+    for field, key in (("linear_num_heads", "num_heads"), ("linear_head_dim", "head_dim")):
+        value = linear.get(key, 0)
+        sizes[field] = value if isinstance(value, int) and value > 0 else 0
+    return sizes
+
+
 def _first(config: ModelConfig, names: tuple[str, ...]) -> int:
     """A count whose value may be a list (one for each expert pool); its first entry is the text pool's."""
     value = config.get(*names)
     if isinstance(value, list) and value and all(isinstance(item, int) and item >= 0 for item in value):
         return int(value[0])
     return config.count(*names)
+
+
+def _layers(config: ModelConfig) -> int:
+    """Number of decoder layers: given, or the length of the list that describes each."""
+    given = config.count(*LAYERS)
+    if given:
+        return given
+    lists = [config.get(name) for name in LAYER_LISTS]
+    return next((len(one) for one in lists if isinstance(one, list)), 0)
 
 
 def _head_dim(config: ModelConfig, hidden: int, heads: int) -> int:

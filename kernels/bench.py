@@ -1,10 +1,9 @@
 """Time fused operators beside their rivals, in one process, and write result lines and evidence.
 
-Every pass is timed alone: ``bwd`` is the backward of a kept graph with all gradients, ``fwd+bwd`` both
-with all gradients, ``fwd+dx`` both with the weights frozen. Gradients are returned, not accumulated.
-The inputs of the shipped cases are several times the second-level cache, which is flushed besides.
-
-Legend: T rows, H hidden.
+Every pass is timed alone (``kernels.passes``). A line states its floor, the larger of bytes and flops over
+ceilings that stand in the line, the fraction of it that ours reaches, launches, peak memory, and whatever else
+its suite declares. The inputs of the shipped cases are several times the second-level cache, which is flushed
+besides.
 """
 
 from __future__ import annotations
@@ -14,22 +13,32 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import triton
 
-from shardwright.kernels.cases import BenchCase, Function, OpSuite, normal_on_device
+from shardwright.kernels.cases import BenchCase, Function, OpSuite, Run
 from shardwright.kernels.evidence import EvidenceStore, shape_bucket
+from shardwright.kernels.guards import BYTES
+from shardwright.kernels.passes import timed_pass
 from shardwright.kernels.registry import OPERATORS, operator, source_sha256
-from shardwright.kernels.timing import copy_bytes_per_second, device_ms, median_ms, peak_bytes
+from shardwright.kernels.timing import (
+    copy_bytes_per_second,
+    device_ms,
+    launches,
+    median_ms,
+    peak_bytes,
+    product_flops_per_second,
+)
+from shardwright.kernels.tuned import slug
 from shardwright.schemas.bench import BenchLine
 from shardwright.schemas.errors import KernelError
 from shardwright.schemas.files import write_atomic
 from shardwright.schemas.ops import MeasuredTime, OpCost, PassName
 
 BENCH = "kernels"
-SEED = 7
 REPEATS = 3
 """Each median is taken this many times, ours and rivals in turn; the smallest stands."""
 
@@ -37,8 +46,41 @@ CEILING_BYTES_PER_S = {"NVIDIA H200": 4.3e12}
 """Copy bandwidth behind the stated floors, bytes read plus written, measured on that device; for another
 device the copy measured in the same process is used."""
 
+CEILING_FLOPS_PER_S = {("NVIDIA H200", 2): 790e12, ("NVIDIA H200", 4): 60e12}
+"""Device and value bytes → rate of matrix products behind the stated floors: tensor cores in 16-bit types,
+plain multiply-adds in fp32. For another device the product measured in the same process is used."""
+
 PROVIDERS = {"ours": "shardwright", "eager": "eager", "torch.compile": "compile", "F.rms_norm": "torch"}
 """Names in result lines → provider names in the evidence store."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """The device and day of a run, and what a copy reaches there."""
+
+    device: str
+    versions: Mapping[str, str]
+    date: str
+    copy_bytes_per_s: float
+
+    @staticmethod
+    def here() -> Where:
+        """The current CUDA device, today."""
+        return Where(torch.cuda.get_device_name(), environment(), today(), copy_bytes_per_second())
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What floors divide by."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    @staticmethod
+    def of(where: Where, dtype: str) -> Ceilings:
+        """Those of a known device, measured ones for another."""
+        flops = CEILING_FLOPS_PER_S.get((where.device, BYTES[dtype])) or product_flops_per_second(dtype)
+        return Ceilings(CEILING_BYTES_PER_S.get(where.device, where.copy_bytes_per_s), flops)
 
 
 def environment() -> dict[str, str]:
@@ -74,86 +116,113 @@ def today() -> str:
     return datetime.datetime.now(tz=datetime.UTC).date().isoformat()
 
 
-def timed_pass(suite: OpSuite, case: BenchCase, function: Function, name: str) -> Callable[[], object]:
-    """A closure that runs one pass of ``function`` once, on inputs of the case."""
-    inputs = suite.inputs(case.shape, case.dtype, "cuda", SEED)
-    learns = [name != "fwd" and not (name == "fwd+dx" and role in suite.frozen) for role in suite.input_names]
-    leaves = [tensor.requires_grad_(wanted) for tensor, wanted in zip(inputs, learns, strict=True)]
-    wanted = [leaf for leaf, yes in zip(leaves, learns, strict=True) if yes]
-    if name == "fwd":
-        return lambda: function(*leaves)
-    kept = function(*leaves)
-    gradients = [
-        normal_on_device(tuple(output.shape), output.dtype, "cuda", SEED + 1 + at) for at, output in enumerate(kept)
-    ]
-    if name == "bwd":
-        return lambda: torch.autograd.grad(kept, wanted, gradients, retain_graph=True)
-    return lambda: torch.autograd.grad(function(*leaves), wanted, gradients)
+def floor_parts(cost: OpCost, name: str) -> tuple[int, int]:
+    """The fewest bytes and the fewest flops that a pass must spend."""
+    forward, backward = (cost.forward.floor_bytes, cost.forward.floor_flops), (0, 0)
+    if cost.backward is not None:
+        backward = (cost.backward.floor_bytes, cost.backward.floor_flops)
+    parts = {"fwd": (forward,), "bwd": (backward,)}.get(name, (forward, backward))
+    return sum(moved for moved, _ in parts), sum(flops for _, flops in parts)
 
 
-def floor_bytes(cost: OpCost, name: str) -> int:
-    """The fewest bytes a pass must move."""
-    backward = 0 if cost.backward is None else cost.backward.floor_bytes
-    return {"fwd": cost.forward.floor_bytes, "bwd": backward}.get(name, cost.forward.floor_bytes + backward)
+def floor_of(cost: OpCost, name: str, ceilings: Ceilings) -> tuple[float, dict[str, float]]:
+    """The floor in ms, the larger of bytes and flops over the ceilings; and both parts with those ceilings."""
+    moved, flops = floor_parts(cost, name)
+    bytes_ms = moved / ceilings.bytes_per_s * 1e3
+    flops_ms = flops / ceilings.flops_per_s * 1e3
+    stated = {
+        "floor_bytes_ms": round(bytes_ms, 5),
+        "floor_flops_ms": round(flops_ms, 5),
+        "ceiling_tb_per_s": round(ceilings.bytes_per_s / 1e12, 3),
+        "ceiling_tflop_per_s": round(ceilings.flops_per_s / 1e12, 1),
+    }
+    return max(bytes_ms, flops_ms), stated
 
 
 def bench_pass(
     suite: OpSuite, case: BenchCase, name: str, functions: Mapping[str, Function]
-) -> tuple[dict[str, float], dict[str, float], int]:
-    """Median ms of each function (``ours`` first), the device-busy ms of each, and the peak bytes of ours."""
-    runs = {who: timed_pass(suite, case, function, name) for who, function in functions.items()}
+) -> tuple[dict[str, float], dict[str, float], int, dict[str, float]]:
+    """Time one pass of each function, ``ours`` first.
+
+    Returns:
+        Median ms of each; the device-busy ms of each; the peak bytes of ours; and ``NAME_out_of_memory: 1``
+        for each rival that this device's memory does not hold, which is then left out.
+    """
+    runs, refused = {}, {}
+    for who, function in functions.items():
+        try:
+            runs[who] = timed_pass(suite, case, function, name)
+            runs[who]()
+        except torch.OutOfMemoryError:
+            if who == "ours":
+                raise
+            runs.pop(who, None)
+            refused[f"{who}_out_of_memory"] = 1.0
+            torch.cuda.empty_cache()
     peak = peak_bytes(runs["ours"])
+    times = rounds(runs)
+    busy = {who: device_ms(run) for who, run in runs.items()}
+    return times, busy, peak, refused
+
+
+def rounds(runs: Mapping[str, Run]) -> dict[str, float]:
+    """Median ms of each run, in turns, ``REPEATS`` times; the smallest stands."""
     times: dict[str, float] = {}
     for _ in range(REPEATS):
         for who, run in runs.items():
             times[who] = min(times.get(who, float("inf")), median_ms(run))
-    busy = {who: device_ms(run) for who, run in runs.items()}
-    return times, busy, peak
+    return times
 
 
-def bench_op(name: str, when: str) -> tuple[list[BenchLine], list[MeasuredTime]]:
-    """All cases of one operator on the current device."""
-    suite, sha = operator(name).load_suite(), source_sha256(name)
-    device, versions = torch.cuda.get_device_name(), environment()
-    measured_copy = copy_bytes_per_second()
-    ceiling = CEILING_BYTES_PER_S.get(device, measured_copy)
-    lines, evidence = [], []
-    for case in suite.bench:
-        functions: dict[str, Function] = {"ours": suite.fused, **{who: make() for who, make in suite.rivals.items()}}
-        dtype = str(case.dtype).rpartition(".")[2]
-        for pass_name in case.passes:
-            times, busy, peak = bench_pass(suite, case, pass_name, functions)
-            learns = pass_name in ("bwd", "fwd+bwd")
-            cost = suite.cost(**case.shape, dtype=dtype, weight_gradient=learns)
-            floor = floor_bytes(cost, pass_name) / ceiling * 1e3
-            rival = min((who for who in times if who != "ours"), key=lambda who: times[who])
-            others = {f"{who}_ms": round(ms, 5) for who, ms in times.items() if who != "ours"}
-            others |= {f"{who}_device_ms": round(ms, 5) for who, ms in busy.items()}
-            lines.append(
-                BenchLine(
-                    bench=BENCH,
-                    case=case.case,
-                    passes=pass_name,
-                    ours=round(times["ours"], 5),
-                    rival=rival,
-                    rival_value=round(times[rival], 5),
-                    ratio=round(times[rival] / times["ours"], 4),
-                    floor=round(floor, 5),
-                    peak_bytes=peak,
-                    device=device,
-                    versions={**versions, "source": sha[:16]},
-                    commit=commit(sha),
-                    date=when,
-                    metrics={**others, "copy_tb_per_s": round(measured_copy / 1e12, 3)},
-                )
-            )
-            evidence += [
-                measured(
-                    name, who, pass_name, ms, case, dtype, floor, peak if who == "ours" else 0, sha, when, versions
-                )
-                for who, ms in times.items()
-            ]
-    return lines, evidence
+def extra_metrics(suite: OpSuite, case: BenchCase, name: str) -> dict[str, float]:
+    """Further timings and facts that the suite declares, with our time of the same round beside them."""
+    metrics = {} if suite.facts is None else dict(suite.facts(case))
+    if suite.extras is None:
+        return metrics
+    runs = dict(suite.extras(case, name))
+    if runs:
+        times = rounds({"ours": timed_pass(suite, case, suite.fused, name), **runs})
+        for who in runs:
+            metrics |= {f"{who}_ms": round(times[who], 5), f"ours_over_{who}": round(times["ours"] / times[who], 4)}
+    return metrics
+
+
+def bench_case(suite: OpSuite, case: BenchCase, name: str, where: Where) -> tuple[BenchLine, list[MeasuredTime]]:
+    """One line, and its times as evidence."""
+    functions: dict[str, Function] = {"ours": suite.fused, **{who: make() for who, make in suite.rivals.items()}}
+    times, busy, peak, refused = bench_pass(suite, case, name, functions)
+    dtype = str(case.dtype).rpartition(".")[2]
+    cost = suite.cost(**case.shape, dtype=dtype, weight_gradient=name in ("bwd", "fwd+bwd"))
+    ceilings = Ceilings.of(where, dtype)
+    floor, stated = floor_of(cost, name, ceilings)
+    rival = min((who for who in times if who != "ours"), key=lambda who: times[who], default=None)
+    metrics = refused | {f"{who}_ms": round(ms, 5) for who, ms in times.items() if who != "ours"}
+    metrics |= {f"{who}_device_ms": round(ms, 5) for who, ms in busy.items()}
+    metrics |= stated | {"copy_tb_per_s": round(where.copy_bytes_per_s / 1e12, 3)}
+    metrics |= {"floor_fraction": round(floor / times["ours"], 4)}
+    metrics["launches"] = float(launches(timed_pass(suite, case, suite.fused, name)))
+    metrics |= extra_metrics(suite, case, name)
+    sha = source_sha256(suite.op)
+    line = BenchLine(
+        bench=BENCH,
+        case=case.case,
+        passes=name,
+        ours=round(times["ours"], 5),
+        rival=rival,
+        rival_value=None if rival is None else round(times[rival], 5),
+        ratio=None if rival is None else round(times[rival] / times["ours"], 4),
+        floor=round(floor, 5),
+        peak_bytes=peak,
+        device=where.device,
+        versions={**where.versions, "source": sha[:16]},
+        commit=commit(sha),
+        date=where.date,
+        metrics=metrics,
+    )
+    return line, [
+        measured(suite.op, who, name, ms, case, dtype, floor, peak if who == "ours" else 0, sha, where)
+        for who, ms in times.items()
+    ]
 
 
 def measured(
@@ -166,8 +235,7 @@ def measured(
     floor_ms: float,
     peak: int,
     sha: str,
-    when: str,
-    versions: Mapping[str, str],
+    where: Where,
 ) -> MeasuredTime:
     """One time as evidence."""
     kinds: dict[str, PassName] = {"fwd": "fwd", "bwd": "bwd", "fwd+bwd": "fwd+bwd", "fwd+dx": "fwd+dx"}
@@ -175,9 +243,9 @@ def measured(
         op=op,
         provider=PROVIDERS.get(who, who),
         pass_name=kinds[pass_name],
-        device=torch.cuda.get_device_name(),
-        driver=versions["driver"],
-        versions=dict(versions),
+        device=where.device,
+        driver=where.versions["driver"],
+        versions=dict(where.versions),
         source_sha256=sha,
         shape_bucket=shape_bucket(case.shape),
         dtype=dtype,
@@ -185,20 +253,30 @@ def measured(
         floor_ms=round(floor_ms, 5),
         peak_bytes=peak,
         repeats=REPEATS,
-        date=when,
+        date=where.date,
     )
 
 
-def bench_all(ops: Sequence[str] | None, out_dir: Path, evidence_path: Path | None = None) -> list[BenchLine]:
-    """Time operators on the current CUDA device; write result lines and evidence.
+def bench_all(
+    ops: Sequence[str] | None,
+    out_dir: Path,
+    evidence_path: Path | None = None,
+    *,
+    cases: Sequence[str] = ("",),
+    report: Callable[[BenchLine], None] = lambda line: None,
+) -> list[BenchLine]:
+    """Time operators on the current CUDA device; write result lines and evidence after each one.
 
     Args:
         ops: operator names; all where ``None``.
-        out_dir: gets ``kernels-DEVICE-DATE.jsonl``, whole or not at all.
+        out_dir: its ``kernels-DEVICE-DATE.jsonl`` gets the lines, each replacing today's for the same case and
+            pass; the file is always whole.
         evidence_path: evidence store to add the times to; none where ``None``.
+        cases: prefixes of case names to run.
+        report: called with each line as soon as it is measured.
 
     Raises:
-        KernelError: ``no-device`` without CUDA; ``unknown-operator``.
+        KernelError: ``no-device`` without CUDA; ``unknown-operator``; ``no-case`` where no case has a prefix.
     """
     if not torch.cuda.is_available():
         raise KernelError(
@@ -207,14 +285,38 @@ def bench_all(ops: Sequence[str] | None, out_dir: Path, evidence_path: Path | No
             where="kernels.bench",
             next_action="run this on a GPU machine: PYTHONPATH=src python3 -m shardwright.kernels.suite",
         )
-    when, lines, evidence = today(), [], []
-    for name in ops or tuple(OPERATORS):
-        found, times = bench_op(name, when)
-        lines += found
-        evidence += times
-    device = torch.cuda.get_device_name().lower().replace(" ", "-")
-    text = "".join(line.model_dump_json() + "\n" for line in lines)
-    write_atomic(out_dir / f"{BENCH}-{device}-{when}.jsonl", text.encode())
-    if evidence_path is not None:
-        EvidenceStore(evidence_path).add(evidence)
+    chosen = [
+        (suite, case)
+        for name in ops or tuple(OPERATORS)
+        for suite in operator(name).load_suites()
+        for case in suite.bench
+        if any(case.case.startswith(prefix) for prefix in cases)
+    ]
+    if not chosen:
+        raise KernelError(
+            "no-case",
+            f"no case begins with {', '.join(cases)}",
+            where="kernels.bench",
+            next_action="name the beginning of a case, as in `--cases moe/ linear-ce`",
+        )
+    where = Where.here()
+    path = out_dir / f"{BENCH}-{slug(where.device)}-{where.date}.jsonl"
+    lines = []
+    for suite, case in chosen:
+        for pass_name in case.passes:
+            line, times = bench_case(suite, case, pass_name, where)
+            torch.cuda.empty_cache()
+            lines.append(line)
+            keep_line(path, line)
+            if evidence_path is not None:
+                EvidenceStore(evidence_path).add(times)
+            report(line)
     return lines
+
+
+def keep_line(path: Path, line: BenchLine) -> None:
+    """Add a line to a result file in place of the one for the same case and pass."""
+    before = path.read_text().splitlines() if path.exists() else []
+    kept = [BenchLine.model_validate_json(text) for text in before if text.strip()]
+    kept = [old for old in kept if (old.case, old.passes) != (line.case, line.passes)]
+    write_atomic(path, "".join(old.model_dump_json() + "\n" for old in (*kept, line)).encode())

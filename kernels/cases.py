@@ -1,4 +1,4 @@
-"""What each operator declares so that verify, bench, sweep and the compile gate need no list of their own.
+"""What each operator declares so that verify, bench, tune, the compile gate and bad-input tests need no list.
 
 Legend: T rows, H hidden.
 """
@@ -7,16 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwright.kernels.compile_gate import CompileCase
+from shardwright.kernels.compile_gate import AnyCase
 from shardwright.kernels.launch import Launch
 from shardwright.schemas.ops import OpCost
 
 Shape = Mapping[str, int]
 Function = Callable[..., tuple[Tensor, ...]]
+Run = Callable[[], object]
+
+FAR: Shape = {"T": (1 << 31) // 7168 + 8, "H": 7168}
+"""Just over 2³¹ values: what a row-wise operator over [T, H] declares as ``far_rows``."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +50,38 @@ class SweepCase:
 
 
 @dataclass(frozen=True)
+class TuneCase:
+    """One kernel at one shape bucket whose launch choice lies in a data file (``kernels.tuned``)."""
+
+    kernel: str
+    bucket: str
+    """Key of the choice, as the operator's configurations ask for it."""
+    default: Any
+    """The choice in code: a frozen dataclass of integers and booleans."""
+    candidates: tuple[Any, ...]
+    """Choices worth timing, of the default's type."""
+    prepare: Callable[[], tuple[Run, Callable[[], list[tuple[Tensor, Tensor]]]]]
+    """Makes device inputs once → (one run of the operator, under whatever choice is in force; what that run
+    produced beside the fp64 values)."""
+
+
+@dataclass(frozen=True)
+class BadInput:
+    """One input outside an operator's contract: ``call`` must raise ``KernelError`` with ``code``."""
+
+    name: str
+    code: str
+    call: Callable[[], object]
+
+
+@dataclass(frozen=True)
 class OpSuite:
     """Everything that is needed to judge one operator."""
 
     op: str
     inputs: Callable[[Shape, torch.dtype, str, int], tuple[Tensor, ...]]
-    """``(shape, dtype, device, seed)`` → differentiable inputs, in the order that functions take them."""
+    """``(shape, dtype, device, seed)`` → inputs in the order that functions take them; floating ones are
+    differentiated unless ``constant`` names them."""
     input_names: tuple[str, ...]
     output_names: tuple[str, ...]
     frozen: tuple[str, ...]
@@ -67,8 +98,39 @@ class OpSuite:
     """Shapes only for a device."""
     bench: tuple[BenchCase, ...] = ()
     sweep: tuple[SweepCase, ...] = ()
-    compile_cases: tuple[CompileCase, ...] = ()
+    compile_cases: tuple[AnyCase, ...] | Callable[[], tuple[AnyCase, ...]] = ()
+    """Shipped configurations; a function where they depend on tuned choices (``gate_cases`` reads both)."""
     dtypes: tuple[torch.dtype, ...] = field(default=(torch.bfloat16, torch.float16, torch.float32))
+    constant: tuple[str, ...] = ()
+    """Inputs that the operator never differentiates: a base that it demands frozen, indices, labels."""
+    far_rows: Shape | None = None
+    """Declares the operator row-wise: inputs whose first dim is T, and all outputs, hold one row each, and no
+    row depends on another. The shape has a tensor of more than 2³¹ values, for the 64-bit address check."""
+    index_slack: int = 0
+    """Most entries of an integer output that may differ from fp64's beyond eager's (scores within one fp32 step)."""
+    extras: Callable[[BenchCase, str], Mapping[str, Run]] | None = None
+    """``(case, pass)`` → further timings that are no rivals, such as the products alone or ours without LoRA:
+    each becomes the metrics ``NAME_ms`` and ``ours_over_NAME``."""
+    facts: Callable[[BenchCase], Mapping[str, float]] | None = None
+    """What a line must state beside times, such as the distribution of rows (``row_facts``)."""
+    tune: Callable[[], tuple[TuneCase, ...]] | None = None
+    bad_inputs: Callable[[str], tuple[BadInput, ...]] | None = None
+    """``device`` → inputs that the operator must refuse."""
+
+    def gate_cases(self) -> tuple[AnyCase, ...]:
+        """The compile cases, under the tuned choices in force now."""
+        return self.compile_cases() if callable(self.compile_cases) else self.compile_cases
+
+
+def row_facts(counts: Tensor) -> dict[str, float]:
+    """The distribution of rows over experts, from ``counts [E]``."""
+    rows = counts.double()
+    return {
+        "rows_mean": round(rows.mean().item(), 1),
+        "rows_max": rows.max().item(),
+        "rows_min": rows.min().item(),
+        "experts_empty": float((counts == 0).sum().item()),
+    }
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> Tensor:

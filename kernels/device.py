@@ -30,6 +30,19 @@ def multiprocessors(tensor: torch.Tensor) -> int:
     return _multiprocessors(torch.cuda.current_device() if index is None else index)
 
 
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def capability(tensor: torch.Tensor) -> tuple[int, int]:
+    """CUDA capability of the tensor's device; (0, 0) on another. Launches on meta tensors are recorded for sm_90."""
+    if tensor.device.type != "cuda":
+        return (9, 0) if tensor.is_meta else (0, 0)
+    index = tensor.device.index
+    return _capability(torch.cuda.current_device() if index is None else index)
+
+
 def current(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Make the tensor's device the current one: Triton launches there."""
     if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():

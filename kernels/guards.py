@@ -99,7 +99,9 @@ def same_shape(op: str, tensors: Mapping[str, TensorLike]) -> None:
         KernelError: ``wrong-shape``.
     """
     shapes = {role: tuple(tensor.shape) for role, tensor in tensors.items()}
-    if len(set(shapes.values())) > 1:
+    first = next(iter(shapes.values()))
+    # Sizes are compared one by one: a symbolic size of torch.compile has no hash.
+    if any(len(s) != len(first) or any(a != b for a, b in zip(s, first, strict=True)) for s in shapes.values()):
         found = ", ".join(f"{role} is {list(shape)}" for role, shape in shapes.items())
         raise refuse(op, "wrong-shape", found, "pass tensors of one shape")
 

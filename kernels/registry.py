@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,9 @@ class OperatorEntry:
     dimensions: tuple[str, ...]
     """Names of the sizes that its cost function takes."""
     borrowed: tuple[str, ...] = ()
-    """Sources of other operators that it runs, relative to the room."""
+    """Other sources that it runs, relative to the room: a file, or a folder for all its run parts."""
+    more_suites: tuple[str, ...] = ()
+    """Further suites of the same operator, as when it is timed with and without LoRA."""
 
     def load_op(self) -> Callable[..., Any]:
         """The public function; imports torch and triton."""
@@ -49,6 +52,10 @@ class OperatorEntry:
         """Verification and timing cases; imports torch and triton."""
         suite: OpSuite = _load(self.suite_path)
         return suite
+
+    def load_suites(self) -> tuple[OpSuite, ...]:
+        """All suites, the main one first; imports torch and triton."""
+        return tuple(_load(path) for path in (self.suite_path, *self.more_suites))
 
 
 def _load(path: str) -> Any:
@@ -74,6 +81,97 @@ OPERATORS: dict[str, OperatorEntry] = {
         dimensions=("T", "H"),
         borrowed=("rms_norm/op.py", "rms_norm/triton.py", "rms_norm/configs.py", "rms_norm/contract.py"),
     ),
+    "gated_rms_norm": OperatorEntry(
+        name="gated_rms_norm",
+        folder="gated_rms_norm",
+        op_path="gated_rms_norm.op:gated_rms_norm",
+        cost_path="gated_rms_norm.cost:cost",
+        suite_path="gated_rms_norm.cases:SUITE",
+        dimensions=("T", "H", "D"),
+        borrowed=("rms_norm",),
+    ),
+    "latent_norm": OperatorEntry(
+        name="latent_norm",
+        folder="latent_norm",
+        op_path="latent_norm.op:latent_norm",
+        cost_path="latent_norm.cost:cost",
+        suite_path="latent_norm.cases:SUITE",
+        dimensions=("T", "W", "H"),
+        borrowed=("gated_rms_norm", "rms_norm"),
+    ),
+    "qk_norm_rope": OperatorEntry(
+        name="qk_norm_rope",
+        folder="qk_norm_rope",
+        op_path="qk_norm_rope.op:qk_norm_rope",
+        cost_path="qk_norm_rope.cost:cost",
+        suite_path="qk_norm_rope.cases:SUITE",
+        more_suites=("qk_norm_rope.cases:PAIRS_SUITE", "qk_norm_rope.cases:MLA_SUITE"),
+        dimensions=("T", "Q", "K", "D", "W"),
+        borrowed=(
+            "gated_rms_norm/admitted.py",
+            "gated_rms_norm/contract.py",
+            "gated_rms_norm/rows.py",
+            "rms_norm",
+        ),
+    ),
+    "router": OperatorEntry(
+        name="router",
+        folder="router",
+        op_path="router.op:router",
+        cost_path="router.cost:cost",
+        suite_path="router.cases:SUITE",
+        dimensions=("T", "E", "k"),
+        borrowed=("tuned.py",),
+    ),
+    "permute": OperatorEntry(
+        name="permute",
+        folder="permute",
+        op_path="permute.op:combine",
+        cost_path="permute.cost:cost",
+        suite_path="permute.cases:SUITE",
+        dimensions=("T", "K", "E", "H"),
+        borrowed=("tuned.py",),
+    ),
+    "grouped_lora_mlp": OperatorEntry(
+        name="grouped_lora_mlp",
+        folder="grouped_lora_mlp",
+        op_path="grouped_lora_mlp.op:grouped_lora_mlp",
+        cost_path="grouped_lora_mlp.cost:cost",
+        suite_path="grouped_lora_mlp.cases:SUITE",
+        more_suites=("grouped_lora_mlp.cases:LORA_SUITE",),
+        dimensions=("R", "E", "H", "I"),
+        borrowed=("permute", "tuned.py"),
+    ),
+    "moe_layer": OperatorEntry(
+        name="moe_layer",
+        folder="moe_layer",
+        op_path="moe_layer.op:moe_layer",
+        cost_path="moe_layer.cost:cost",
+        suite_path="moe_layer.cases:SUITE",
+        more_suites=("moe_layer.cases:LORA_SUITE",),
+        dimensions=("T", "K", "E", "H", "I"),
+        borrowed=("grouped_lora_mlp", "permute", "tuned.py"),
+    ),
+    "linear_cross_entropy": OperatorEntry(
+        name="linear_cross_entropy",
+        folder="linear_cross_entropy",
+        op_path="linear_cross_entropy.op:linear_cross_entropy",
+        cost_path="linear_cross_entropy.cost:cost",
+        suite_path="linear_cross_entropy.cases:SUITE",
+        more_suites=("linear_cross_entropy.cases:LORA_SUITE",),
+        dimensions=("T", "H", "V"),
+        borrowed=("tuned.py",),
+    ),
+    "packed_experts": OperatorEntry(
+        name="packed_experts",
+        folder="packed_experts",
+        op_path="packed_experts.op:packed_experts",
+        cost_path="packed_experts.cost:cost",
+        suite_path="packed_experts.cases:SUITE",
+        more_suites=("packed_experts.cases:LORA_SUITE",),
+        dimensions=("R", "E", "H", "I"),
+        borrowed=("grouped_lora_mlp", "permute", "tuned.py"),
+    ),
 }
 
 
@@ -93,8 +191,15 @@ def operator(name: str) -> OperatorEntry:
     return OPERATORS[name]
 
 
-RUN_PARTS = ("__init__.py", "configs.py", "contract.py", "op.py", "reference.py", "triton.py")
-"""Files of an operator's folder that decide what a worker computes. Cost and test cases do not."""
+NOT_RUN = frozenset({"cases.py", "cost.py", "rivals.py", "tuning.py"})
+"""Files of an operator's folder that decide nothing a worker computes: test cases, costs, what it is timed beside."""
+
+
+def _run_parts(relative: str) -> tuple[str, ...]:
+    """A file as it is; of a folder every source that workers run."""
+    if relative.endswith(".py"):
+        return (relative,)
+    return tuple(f"{relative}/{path.name}" for path in (ROOM / relative).glob("*.py") if path.name not in NOT_RUN)
 
 
 def sources(name: str) -> tuple[Path, ...]:
@@ -104,12 +209,12 @@ def sources(name: str) -> tuple[Path, ...]:
         KernelError: ``unknown-operator``.
     """
     entry = operator(name)
-    own = (f"{entry.folder}/{part}" for part in RUN_PARTS)
-    return tuple(ROOM / relative for relative in sorted({*own, *entry.borrowed, *SHARED_SOURCES}))
+    found = {part for relative in (entry.folder, *entry.borrowed, *SHARED_SOURCES) for part in _run_parts(relative)}
+    return tuple(ROOM / relative for relative in sorted(found))
 
 
-def source_sha256(name: str) -> str:
-    """The hash of an operator's sources: relative names and bytes. A plan and evidence are bound to it.
+def code_sha256(name: str) -> str:
+    """The hash of an operator's sources alone: relative names and bytes.
 
     Raises:
         KernelError: ``unknown-operator``.
@@ -120,3 +225,34 @@ def source_sha256(name: str) -> str:
         digest.update(f"{path.relative_to(ROOM).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
+
+
+def launch_choices(name: str) -> tuple[str, ...]:
+    """The tuned choices that the operator or what it runs may take, on any device: canonical lines, sorted.
+
+    Raises:
+        KernelError: ``unknown-operator``.
+    """
+    entry = operator(name)
+    taken = {entry.folder, *(relative for relative in entry.borrowed if not relative.endswith(".py"))}
+    lines = []
+    for path in sorted((ROOM / "tuned").glob("*.json")):
+        for found in json.loads(path.read_bytes())["entries"]:
+            if found["op"] in taken:
+                parts = (path.stem, found["op"], found["kernel"], found["bucket"], found["choice"])
+                lines.append(json.dumps(parts, sort_keys=True))
+    return tuple(sorted(lines))
+
+
+def source_sha256(name: str) -> str:
+    """What a plan and evidence are bound to: the hash of the sources and, where there are any, of tuned choices.
+
+    A plan so pins its launch choices with its code: workers refuse other ones.
+
+    Raises:
+        KernelError: ``unknown-operator``.
+    """
+    code, choices = code_sha256(name), launch_choices(name)
+    if not choices:
+        return code
+    return hashlib.sha256("\n".join((code, *choices)).encode()).hexdigest()

@@ -1,7 +1,8 @@
 """Verify, then time, all operators on this machine's device, from source.
 
-``PYTHONPATH=src python3 -m shardwright.kernels.suite [--ops OP ...] [--out DIR] [--evidence FILE]``
-needs torch, triton and pydantic; exits 1 where anything is wrong, and then times nothing.
+``PYTHONPATH=src python3 -m shardwright.kernels.suite [--ops OP ...] [--cases PREFIX ...] [--out DIR]
+[--evidence FILE] [--verify-only | --bench-only]`` needs torch, triton and pydantic; exits 1 where anything is
+wrong, and then times nothing. Result lines are written as they are measured.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from shardwright.kernels.bench import bench_all
 from shardwright.kernels.registry import OPERATORS
-from shardwright.kernels.verify import VerifyResult, verify_all
+from shardwright.kernels.verify import VerifyResult, suites_of, verify_suite
 from shardwright.schemas.bench import BenchLine
 from shardwright.schemas.errors import ShardwrightError
 
@@ -36,33 +37,73 @@ def verify_table(results: Sequence[VerifyResult]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def bench_table(lines: Sequence[BenchLine]) -> str:
-    """A line for each case and pass."""
-    return "".join(
-        f"{line.case} {line.passes}: ours {line.ours:.4f} {line.unit}, {line.rival} {line.rival_value:.4f}, "
-        f"ratio {line.ratio:.2f}, floor {line.floor:.4f} ({(line.ours or 0) / (line.floor or 1):.2f}x) "
-        f"{ {k: v for k, v in line.metrics.items()} }\n"
+HEADS = ("case", "passes", "ours", "rival", "rival's", "ratio", "floor", "of floor", "launches", "peak MiB")
+
+
+def bench_rows(lines: Sequence[BenchLine]) -> list[tuple[str, ...]]:
+    """One row for each line that has a time of ours."""
+    return [
+        (
+            line.case,
+            line.passes,
+            f"{line.ours:.4f} {line.unit}",
+            line.rival or "-",
+            "-" if line.rival_value is None else f"{line.rival_value:.4f}",
+            "-" if line.ratio is None else f"{line.ratio:.2f}",
+            "-" if line.floor is None else f"{line.floor:.4f}",
+            "-" if not line.floor else f"{100 * line.floor / line.ours:.0f} %",
+            f"{line.metrics.get('launches', 0):.0f}",
+            "-" if line.peak_bytes is None else f"{line.peak_bytes / 2**20:.0f}",
+        )
         for line in lines
-        if line.ours is not None and line.floor
+        if line.ours
+    ]
+
+
+def bench_table(lines: Sequence[BenchLine]) -> str:
+    """One table: a row for each case and pass, columns aligned."""
+    rows = [HEADS, *bench_rows(lines)]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(HEADS))]
+    return "".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows
     )
+
+
+def progress(line: BenchLine) -> None:
+    """One line to the error stream as soon as it is measured, with all its further numbers."""
+    text = "  ".join(bench_rows([line])[0]) if line.ours else line.case
+    further = ", ".join(f"{name} {value:g}" for name, value in sorted(line.metrics.items()))
+    sys.stderr.write(f"{text}  ({further})\n")
+    sys.stderr.flush()
+
+
+def verified(ops: Sequence[str] | None, device: str) -> bool:
+    """Verify suite after suite, printing each; whether everything is right."""
+    right = True
+    for suite in suites_of(ops):
+        results = verify_suite(suite, device)
+        sys.stdout.write(verify_table(results))
+        sys.stdout.flush()
+        right = right and all(result.ok for result in results)
+    return right
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Verify and time the fused operators on this device.")
     parser.add_argument("--ops", nargs="*", default=None, choices=tuple(OPERATORS))
+    parser.add_argument("--cases", nargs="*", default=[""], help="prefixes of the cases to time")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--evidence", type=Path, default=None)
     parser.add_argument("--verify-only", action="store_true")
+    parser.add_argument("--bench-only", action="store_true", help="time what was verified before")
     chosen = parser.parse_args(arguments)
     try:
-        results = verify_all(chosen.ops, chosen.device)
-        sys.stdout.write(verify_table(results))
-        sys.stdout.flush()
-        if not all(result.ok for result in results):
+        if not chosen.bench_only and not verified(chosen.ops, chosen.device):
             return 1
         if not chosen.verify_only:
-            sys.stdout.write(bench_table(bench_all(chosen.ops, chosen.out, chosen.evidence)))
+            lines = bench_all(chosen.ops, chosen.out, chosen.evidence, cases=chosen.cases, report=progress)
+            sys.stdout.write(bench_table(lines))
     except ShardwrightError as error:
         sys.stderr.write(error.text() + "\n")
         return int(error.exit_code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch._C._autograd import DeviceType
@@ -23,6 +24,25 @@ def copy_bytes_per_second() -> float:
     source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
     return 2 * source.numel() * source.element_size() / (median_ms(lambda: target.copy_(source)) * 1e-3)
+
+
+@cache
+def product_flops_per_second(dtype: str) -> float:
+    """Rate of an 8192³ matrix product of the vendor's library: the ceiling of products on this device."""
+    n = 8192
+    a, b = (torch.randn((n, n), device="cuda", dtype=getattr(torch, dtype)) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * n**3 / (median_ms(lambda: torch.mm(a, b, out=out)) * 1e-3)
+
+
+def launches(run: Callable[[], object]) -> int:
+    """Kernels and copies that one call starts on the device."""
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
+        run()
+        torch.cuda.synchronize()
+    return sum(1 for event in trace.events() if event.device_type == DeviceType.CUDA)
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.runtime.experts.balance import LoadMeter
+from shardwright.runtime.routing import Choices, choosing
 
 CHOOSERS = frozenset({torch.topk, Tensor.topk})
 
@@ -29,20 +30,19 @@ class _Routing(TorchFunctionMode):
     the same graph, which the checkpoint requires.
     """
 
-    def __init__(self, chosen: list[Tensor], replay: bool) -> None:
+    def __init__(self, choices: Choices) -> None:
         super().__init__()
-        self.chosen, self.replay, self.place = chosen, replay, 0
+        self.choices = choices
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in CHOOSERS:
             return func(*args, **kwargs)
         call = _Call(*args, **kwargs)
-        if not self.replay:
+        if not self.choices.replay:
             with torch.no_grad():
-                self.chosen.append(func(*args, **kwargs).indices)
-        indices = self.chosen[self.place].clone()
-        self.place += 1
+                self.choices.made.append(func(*args, **kwargs).indices)
+        indices = self.choices.next()
         return torch.return_types.topk((call.input.gather(call.dim, indices), indices))
 
 
@@ -70,13 +70,20 @@ class CheckpointedForward:
         return checkpoint(self.original, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        chosen: list[Tensor] = []
-        return _Routing(chosen, replay=False), self._again(chosen)
+        choices = Choices()
+        return _pass(choices), self._again(choices)
 
     @contextmanager
-    def _again(self, chosen: list[Tensor]) -> Iterator[None]:
-        with self.meter.record(False), _Routing(chosen, replay=True):
+    def _again(self, choices: Choices) -> Iterator[None]:
+        with self.meter.record(False), _pass(choices.again()):
             yield
+
+
+@contextmanager
+def _pass(choices: Choices) -> Iterator[None]:
+    """One pass of a layer: every ``topk`` and every fused router keeps or repeats its choice."""
+    with choosing(choices), _Routing(choices):
+        yield
 
 
 def checkpoint_layers(layers: list[nn.Module], meter: LoadMeter) -> None:

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwright.runtime.batch import counted_tokens
 from shardwright.runtime.device import Device
-from shardwright.runtime.losses import predicted_tokens, summed_loss
+from shardwright.runtime.losses import summed_loss
 from shardwright.runtime.mesh import Ranks
 from shardwright.schemas.run import EvalMetric
 
@@ -16,7 +17,7 @@ from shardwright.schemas.run import EvalMetric
 def evaluate(
     model: nn.Module, sequences: np.ndarray, step: int, micro: int, ranks: Ranks, device: Device
 ) -> EvalMetric:
-    """Mean loss per predicted token over ``sequences`` [N, S].
+    """Mean loss per predicted token over ``sequences`` [N, S] or [N, 3, S].
 
     Sequences are dealt in rounds of D · micro; ranks without one in the last round run a copy that counts nothing.
     """
@@ -33,5 +34,5 @@ def evaluate(
     total = total.to(device.torch_device)
     if ranks.world > 1:
         dist.all_reduce(total)
-    tokens = predicted_tokens(len(sequences), sequences.shape[1])
+    tokens = counted_tokens(sequences)
     return EvalMetric(step=step, loss=float(total) / tokens, tokens=tokens)

@@ -16,15 +16,21 @@ from shardwright.runtime import probe, record, state
 from shardwright.runtime.agree import on_first_rank, together
 from shardwright.runtime.checks.compare import require
 from shardwright.runtime.checks.first_step import FirstStep
+from shardwright.runtime.checks.watch import Watch
 from shardwright.runtime.data import Batches, load_sequences
 from shardwright.runtime.device import Device, open_device
+from shardwright.runtime.launch.options import read_options
 from shardwright.runtime.launch.process import RunLock
 from shardwright.runtime.mesh import Ranks, open_mesh
 from shardwright.runtime.metrics import Metrics, say
+from shardwright.runtime.preflight.run import preflight
+from shardwright.runtime.preflight.run import require as require_preflight
+from shardwright.runtime.preflight.run import warnings as preflight_warnings
 from shardwright.runtime.session import Live, build
 from shardwright.runtime.train import Gradient, Trainer
 from shardwright.runtime.verify import verify_plan_against_world
 from shardwright.schemas.approval import find_approval, verify_approval
+from shardwright.schemas.errors import RunInterrupted
 from shardwright.schemas.plan import AdaptationPlan, load_plan
 from shardwright.schemas.run import CheckResult, EvalMetric, ExpertLoad, RunRecord, StepMetric
 
@@ -117,12 +123,14 @@ class _Run:
         """All of it; a failure is written into the record before it is raised."""
         try:
             self._begin(plan_path)
+            self._preflight()
             live = together(lambda: build(self.plan, self.checkpoint, self.ranks, self.device, self._progress()))
             self._loaded(live)
             self._train(live)
         except BaseException as error:
             if self.record is not None:
-                self._note(status="failed", failure=str(error)[:2000])
+                stopped = isinstance(error, RunInterrupted)
+                self._note(status="interrupted" if stopped else "failed", failure="" if stopped else str(error)[:2000])
             raise
         finally:
             if self.metrics is not None:
@@ -134,13 +142,28 @@ class _Run:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         if plan_path.resolve() != (self.run_dir / PLAN_COPY).resolve():
             shutil.copyfile(plan_path, self.run_dir / PLAN_COPY)
-        self.metrics = Metrics(self.run_dir, self.recipe.schedule.steps)
+        self.metrics = Metrics(
+            self.run_dir,
+            self.recipe.schedule.steps,
+            {"run": self.recipe.name, "decision": self.plan.hashes.decision[:16]},
+        )
         before = record.read(self.run_dir) if (self.run_dir / record.FILE).is_file() else None
         self.record = record.start(self.plan, self.device.name)
         if before is not None and before.decision_sha256 == self.record.decision_sha256:
             self.record = before.model_copy(update={"status": "running", "failure": ""})
         record.write(self.run_dir, self.record)
         say(f"plan {self.plan.hashes.decision[:12]}: {self.plan.decision.strategy.text()}, {self.ranks.world} ranks")
+
+    def _preflight(self) -> None:
+        if not on_first_rank(lambda: read_options(self.run_dir).preflight):
+            return
+        results = preflight(self.plan, self.device, self.run_dir)
+        if self.record is not None:
+            notes = preflight_warnings(results)
+            self._note(preflight=results, warnings=(*self.record.warnings, *notes))
+            for one in results:
+                say(f"preflight {one.name}: {'passed' if one.passed else 'FAILED'} ({one.where}: {one.evidence})")
+        require_preflight(results)
 
     def _progress(self) -> Callable[[int, int, float], None] | None:
         if not self.first:
@@ -169,7 +192,7 @@ class _Run:
         done = trainer.resume()
         guard = FirstStep(trainer) if done == 0 else None
         if guard is None:
-            self._resumed(done)
+            self._resumed(done, trainer.resume_notes)
         else:
             if self.metrics is not None:
                 self.metrics.begin(-1)
@@ -181,12 +204,19 @@ class _Run:
             if guard is not None and step == 1:
                 self._checked(guard.on_gradient(gradient))
 
+        watch = Watch(trainer)
+
         def on_step(metric: StepMetric, gradient: Gradient) -> None:
             self._stepped(metric)
+            self._warned(watch.after(metric, gradient))
             if guard is not None and metric.step == 1:
                 self._checked(guard.after(gradient))
+            if due := watch.checks(metric.step):
+                self._checked(due)
 
         trainer.run(done + 1, on_gradient, on_step, self._evaluated)
+        if guard is not None:
+            self._checked(guard.at_end())
         probe.save_reference_logits(trainer)
         self._finish(live)
 
@@ -214,11 +244,14 @@ class _Run:
         )
         return Trainer(self.plan, live, batches, held, self.ranks, self.device, self.run_dir)
 
-    def _resumed(self, step: int) -> None:
+    def _resumed(self, step: int, notes: tuple[str, ...]) -> None:
         if self.metrics is None or self.record is None:
             return
         self.steps, self.evaluations = self.metrics.begin(step)
-        self._note(resumed_from_steps=(*self.record.resumed_from_steps, step))
+        warnings = (*self.record.warnings, *notes)
+        self._note(resumed_from_steps=(*self.record.resumed_from_steps, step), warnings=warnings)
+        for note in notes:
+            say(f"warning: {note}")
         say(f"resumed from the save of step {step}")
 
     def _checked(self, checks: tuple[CheckResult, ...]) -> None:
@@ -240,6 +273,12 @@ class _Run:
             self.steps.append(metric)
             self.metrics.step(metric)
             self._note(steps=tuple(self.steps), **record.measured(self.steps))
+
+    def _warned(self, notes: tuple[str, ...]) -> None:
+        if notes and self.record is not None:
+            self._note(warnings=(*self.record.warnings, *notes))
+            for note in notes:
+                say(f"warning: {note}")
 
     def _finish(self, live: Live) -> None:
         total = live.meter.total

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.kernels.registry import OPERATORS, source_sha256
+from shardwright.runtime.experts.fused import received_rows, whole_layer
+from shardwright.runtime.fused_loss import loss_head
+from shardwright.runtime.fused_router import fused_router
+from shardwright.runtime.losses import FUSED_LOSS
 from shardwright.schemas.errors import LegalityError, StalePlanError
 from shardwright.schemas.fusion import FusionDecision
 
@@ -49,7 +53,8 @@ def install_fusions(model: nn.Module, decisions: tuple[FusionDecision, ...]) -> 
 
     Raises:
         StalePlanError: ``kernel-source`` when an operator is not the one that was approved.
-        LegalityError: ``fusion-module``, ``fusion-provider``, ``fusion-layer``.
+        LegalityError: ``fusion-module``, ``fusion-provider``, ``fusion-layer``, ``fusion-experts``,
+            ``fusion-router``, ``fusion-loss``.
     """
     switches = []
     for decision in decisions:
@@ -61,7 +66,20 @@ def install_fusions(model: nn.Module, decisions: tuple[FusionDecision, ...]) -> 
             switch = Switch(module, name, make(module, name, decision), float(decision.tolerance))
             module.forward = switch
             switches.append(switch)
+            if decision.op == "linear_cross_entropy":
+                _take_loss(model, switch, decision)
     return tuple(switches)
+
+
+def _take_loss(model: nn.Module, switch: Switch, decision: FusionDecision) -> None:
+    if hasattr(model, FUSED_LOSS):
+        raise LegalityError(
+            "fusion-loss",
+            "the plan binds a second head",
+            where=f"decision.fusions: {decision.proposal_id}",
+            next_action="reject all but one linear_cross_entropy proposal",
+        )
+    setattr(model, FUSED_LOSS, switch)
 
 
 Maker = Callable[[nn.Module, str, FusionDecision], Callable[..., Any]]
@@ -158,5 +176,12 @@ def _named(layer: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
     return {}
 
 
-OPERATOR_FORWARDS: dict[str, Maker] = {"rms_norm": _rms_norm, "add_rms_norm": _add_rms_norm}
+OPERATOR_FORWARDS: dict[str, Maker] = {
+    "rms_norm": _rms_norm,
+    "add_rms_norm": _add_rms_norm,
+    "moe_layer": whole_layer,
+    "grouped_lora_mlp": received_rows,
+    "router": fused_router,
+    "linear_cross_entropy": loss_head,
+}
 """Operator → how its forward is made for one module."""

@@ -1,26 +1,41 @@
-"""Next-token cross-entropy, summed; the caller divides by the tokens of the whole batch."""
+"""Next-token cross-entropy, summed; the caller divides by the tokens of the whole batch.
+
+Legend: B sequences, S tokens a sequence, V vocabulary.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwright.runtime.batch import IGNORE, MicroBatch, as_batch
 
-def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
-    """[B, S] → [B, S, V]."""
-    output: Any = model(input_ids=ids, use_cache=False)
+if TYPE_CHECKING:
+    from shardwright.runtime.fuse import Switch
+
+FUSED_LOSS = "fused_loss"
+"""Where a model keeps the switch of its head whose fused forward gives the loss (``runtime.fused_loss``)."""
+
+
+def logits_of(model: nn.Module, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    """[B, S] → [B, S, V]. Positions that start anew divide a sequence into documents."""
+    extra = {} if positions is None else {"position_ids": positions}
+    output: Any = model(input_ids=ids, use_cache=False, **extra)
     return output.logits
 
 
-def summed_loss(model: nn.Module, ids: Tensor) -> Tensor:
-    """Sum of −log p(next token) over the B · (S − 1) predicted tokens, fp32."""
-    logits = logits_of(model, ids)[:, :-1]
+def summed_loss(model: nn.Module, batch: MicroBatch | Tensor) -> Tensor:
+    """Sum of −log p(label) over the labels that count, fp32; rows as :func:`as_batch` takes them."""
+    batch = batch if isinstance(batch, MicroBatch) else as_batch(batch)
+    switch: Switch | None = getattr(model, FUSED_LOSS, None)
+    if switch is not None and switch.fused:
+        head: Any = switch.fused_forward
+        with head.with_labels(batch.labels):
+            output = logits_of(model, batch.ids, batch.positions)
+        loss: Tensor = head.take(output)
+        return loss
+    logits = logits_of(model, batch.ids, batch.positions)
     flat = logits.reshape(-1, logits.shape[-1]).float()
-    return F.cross_entropy(flat, ids[:, 1:].reshape(-1), reduction="sum")
-
-
-def predicted_tokens(sequences: int, sequence_tokens: int) -> int:
-    """Tokens that a loss over whole sequences counts."""
-    return sequences * (sequence_tokens - 1)
+    return F.cross_entropy(flat, batch.labels.reshape(-1), ignore_index=IGNORE, reduction="sum")

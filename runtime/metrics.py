@@ -1,13 +1,12 @@
-"""What a run says while it goes: JSON lines, TensorBoard, and one line a step on the terminal's stderr."""
+"""What a run says while it goes: JSON lines, one line a step on stderr, and the places of ``runtime.metrics_sinks``."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
+from shardwright.runtime.metrics_sinks import Sink, evaluation_values, open_sinks, step_values
 from shardwright.schemas.files import write_atomic
 from shardwright.schemas.run import EvalMetric, StepMetric
 
@@ -21,19 +20,11 @@ def say(text: str) -> None:
 class Metrics:
     """Rank 0's recorder. Lines are flushed as they are written; a resumed run drops lines past its step."""
 
-    def __init__(self, run_dir: Path, total_steps: int) -> None:
+    def __init__(self, run_dir: Path, total_steps: int, labels: dict[str, str] | None = None) -> None:
         self.path, self.total = run_dir / "metrics.jsonl", total_steps
-        self.board: Any = None
-        self.run_dir = run_dir
+        self.sinks: list[Sink] = []
+        self.run_dir, self.labels = run_dir, labels or {}
         run_dir.mkdir(parents=True, exist_ok=True)
-
-    def _open_board(self, first: int) -> None:
-        if importlib.util.find_spec("tensorboard") is None:
-            say("tensorboard is not installed: metrics go to metrics.jsonl only")
-            return
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=first)
 
     def begin(self, step: int) -> tuple[list[StepMetric], list[EvalMetric]]:
         """What was written up to ``step`` (-1 for a fresh start); later lines, of work that was lost, are removed."""
@@ -42,14 +33,17 @@ class Metrics:
         held = [one for one in evaluations if one.step <= step]
         lines: list[StepMetric | EvalMetric] = sorted([*kept, *held], key=lambda one: one.step)
         write_atomic(self.path, b"".join(_line(one) for one in lines))
-        self._open_board(step + 1)
+        self.sinks, missing = open_sinks(self.run_dir, step + 1, self.labels)
+        for line in missing:
+            say(line)
         return kept, held
 
     def step(self, metric: StepMetric) -> None:
         self._append(metric)
-        self._scalars(metric.step, loss=metric.loss, grad_norm=metric.grad_norm, learning_rate=metric.learning_rate)
-        rate = metric.tokens / metric.seconds if metric.seconds else 0.0
-        self._scalars(metric.step, tokens_per_s=rate, peak_memory_gib=metric.peak_memory_bytes / 2**30)
+        values = step_values(metric)
+        rate = values["tokens_per_s"]
+        for sink in self.sinks:
+            sink.scalars(metric.step, values)
         say(
             f"step {metric.step}/{self.total}  loss {metric.loss:.4f}  grad {metric.grad_norm:.3g}  "
             f"lr {metric.learning_rate:.2e}  {rate:.0f} tok/s  {metric.peak_memory_bytes / 2**30:.2f} GiB  "
@@ -58,22 +52,17 @@ class Metrics:
 
     def evaluation(self, metric: EvalMetric) -> None:
         self._append(metric)
-        self._scalars(metric.step, held_out_loss=metric.loss)
+        for sink in self.sinks:
+            sink.scalars(metric.step, evaluation_values(metric))
         say(f"held-out loss after step {metric.step}: {metric.loss:.4f} ({metric.tokens} tokens)")
 
     def close(self) -> None:
-        if self.board is not None:
-            self.board.close()
+        for sink in self.sinks:
+            sink.close()
 
     def _append(self, metric: StepMetric | EvalMetric) -> None:
         with open(self.path, "ab") as stream:
             stream.write(_line(metric))
-
-    def _scalars(self, step: int, **values: float) -> None:
-        if self.board is not None:
-            for name, value in values.items():
-                self.board.add_scalar(name, value, step)
-            self.board.flush()
 
 
 def _line(metric: StepMetric | EvalMetric) -> bytes:

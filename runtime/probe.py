@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from safetensors.torch import save as safetensors_bytes
 
+from shardwright.runtime.batch import ids_of
 from shardwright.runtime.losses import logits_of
 from shardwright.runtime.train import Trainer
 from shardwright.schemas.files import write_atomic
@@ -25,7 +26,7 @@ def path(run_dir: Path) -> Path:
 
 def save_reference_logits(trainer: Trainer) -> None:
     """Every rank runs the same tokens (the dispatch needs all of them); rank 0 writes."""
-    ids = torch.from_numpy(trainer.held_out[:1, :TOKENS].astype(np.int64)).to(trainer.device.torch_device)
+    ids = torch.from_numpy(ids_of(trainer.held_out)[:1, :TOKENS].astype(np.int64)).to(trainer.device.torch_device)
     with torch.no_grad():
         logits = logits_of(trainer.live.model, ids).float().cpu().contiguous()
     if trainer.ranks.rank == 0:

@@ -14,7 +14,7 @@ from shardwright import __version__
 from shardwright.schemas.errors import RunError
 from shardwright.schemas.files import write_atomic
 from shardwright.schemas.plan import AdaptationPlan
-from shardwright.schemas.run import CheckResult, RunRecord, StepMetric
+from shardwright.schemas.run import CheckResult, ExportFacts, RunRecord, StepMetric
 
 FILE = "run.json"
 WARMUP_STEPS = 1
@@ -70,6 +70,12 @@ def update(run_dir: Path, **fields: Any) -> RunRecord:
     record = RunRecord.model_validate({**read(run_dir).model_dump(), **fields})
     write(run_dir, record)
     return record
+
+
+def add_export(run_dir: Path, facts: ExportFacts) -> RunRecord:
+    """Note another form of the adapter, in place of an older one of the same format."""
+    kept = tuple(one for one in read(run_dir).exports if one.format != facts.format)
+    return update(run_dir, exports=(*kept, facts))
 
 
 def with_checks(record: RunRecord, checks: Iterable[CheckResult]) -> tuple[CheckResult, ...]:

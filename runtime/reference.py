@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from shardwright.checkpoints.build import rebuild_buffers, state_shapes, tied_names
 from shardwright.checkpoints.layouts import expert_layout
 from shardwright.checkpoints.reader import ShardReader, read_parameter
+from shardwright.runtime.batch import IGNORE
+from shardwright.runtime.experts.dense_block import is_dense
 from shardwright.runtime.files import Files, open_files
 from shardwright.runtime.lora.inject import adapter_names
 from shardwright.schemas.lora import LoraTarget
@@ -77,7 +79,8 @@ def add_plain_lora(
             model.get_submodule(target.module).register_forward_hook(_linear_hook(a, b, scaling))
     for name, adapted in stacks.items():
         module: Any = model.get_submodule(name)
-        module.forward = _ExpertLoop(module, adapted, model_type)
+        loop = _ExpertLoop(module, adapted, model_type)
+        module.forward = loop.every_expert if is_dense(module) else loop
     return leaves
 
 
@@ -107,6 +110,15 @@ class _ExpertLoop:
             total = total.index_add(0, token, weighted)
         return total
 
+    def every_expert(self, hidden_states: Tensor) -> Tensor:
+        """[E · T, H] → [E · T, H]: the e-th T rows through expert e."""
+        experts = getattr(self.module, self.layout.down).shape[0]
+        parts = []
+        for expert, rows in enumerate(hidden_states.view(experts, -1, hidden_states.shape[-1])):
+            up = self._linear(rows, self.layout.up, expert)
+            parts.append(self._linear(self._activate(up), self.layout.down, expert))
+        return torch.cat(parts)
+
     def _linear(self, x: Tensor, stack: str, expert: int) -> Tensor:
         weight = getattr(self.module, stack)[expert]
         y = F.linear(x, weight if self.layout.order == "out_in" else weight.T)
@@ -127,13 +139,21 @@ class _ExpertLoop:
 
 
 def reference_step(model: nn.Module, leaves: dict[str, Tensor], batch: Tensor, device: torch.device) -> ReferenceStep:
-    """Loss per predicted token and gradient norm of a whole batch [G, S], one sequence at a time."""
-    tokens = batch.shape[0] * (batch.shape[1] - 1)
+    """Loss per predicted token and gradient norm of a whole batch, one row at a time.
+
+    Args:
+        batch: [G, S] ids, or [G, 3, S] planes of ids, labels and positions.
+    """
+    planes = batch.dim() == 3
+    tokens = int((batch[:, 1] != IGNORE).sum()) if planes else batch.shape[0] * (batch.shape[1] - 1)
     loss = 0.0
-    for row in batch.split(1):
-        ids = row.to(device)
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        part = F.cross_entropy(logits, ids[0, 1:], reduction="sum") / tokens
+    for row in batch.to(device).split(1):
+        if planes:
+            logits = model(input_ids=row[:, 0], position_ids=row[:, 2], use_cache=False).logits[0].float()
+            labels = row[0, 1]
+        else:
+            logits, labels = model(input_ids=row, use_cache=False).logits[0, :-1].float(), row[0, 1:]
+        part = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / tokens
         if leaves:
             part.backward()
         loss += float(part.detach())

@@ -1,90 +1,166 @@
 """Saves of adapters, optimizer, step, data position and random states; whole or absent, tied to their plan.
 
-``checkpoints/step-N/`` holds the sharded values and ``save.json``; ``checkpoints/latest`` names the newest. Parameters
-are saved by their whole shape, so another mesh can read them.
+A save is copied to host memory at once and written while training goes on (``Saver``); it gets its name when all ranks
+have written their part. Parameters are saved by their whole shape, so another mesh can read them. Which sequences come
+next follows from the step alone (``runtime.data.Batches``).
 """
 
 from __future__ import annotations
 
 import io
-import json
-import os
-import shutil
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
-from shardwright.runtime.agree import on_first_rank
+from shardwright.runtime.agree import on_first_rank, together
 from shardwright.runtime.device import Device
 from shardwright.runtime.mesh import Ranks
 from shardwright.runtime.optimizer import AdapterOptimizer
 from shardwright.runtime.ownership import Owned, as_saved
-from shardwright.schemas.canonical import pretty_bytes
-from shardwright.schemas.errors import RunError
+from shardwright.runtime.state_folder import (
+    FOLDER,
+    LATEST,
+    MANIFEST,
+    commit,
+    disk_full,
+    final,
+    find,
+    fresh,
+    latest,
+    point,
+    read_manifest,
+    require_room,
+    saves,
+    set_aside,
+    training_sha256,
+)
 from shardwright.schemas.files import write_atomic
-from shardwright.schemas.plan import PlanHashes
+from shardwright.schemas.plan import AdaptationPlan
 
-FOLDER, LATEST, MANIFEST = "checkpoints", "latest", "save.json"
+__all__ = [
+    "FOLDER",
+    "LATEST",
+    "MANIFEST",
+    "Saver",
+    "expert_tokens",
+    "final",
+    "find",
+    "latest",
+    "load",
+    "read_adapters",
+    "read_manifest",
+    "saves",
+    "set_aside",
+]
 
 
-def saves(run_dir: Path) -> Path:
-    """Where a run keeps its saves."""
-    return run_dir / FOLDER
+class Saver:
+    """One rank's side of a run's saves; every rank makes one and calls the same methods in the same order.
 
-
-def save(
-    run_dir: Path,
-    step: int,
-    adapters: dict[str, Owned],
-    optimizer: AdapterOptimizer,
-    ranks: Ranks,
-    device: Device,
-    hashes: PlanHashes,
-    expert_tokens: dict[str, list[int]],
-) -> Path:
-    """Write one save under a temporary name, then rename and point ``latest`` at it.
-
-    Every rank calls this. A save of the same step that is already there is kept.
+    Args:
+        run_dir: of the run.
+        plan: whose hashes every save carries.
+        adapters, optimizer: what is saved.
+        ranks, device: this rank's place.
     """
-    final = saves(run_dir) / f"step-{step}"
-    if on_first_rank(lambda: (final / MANIFEST).is_file()):
-        on_first_rank(lambda: _point(run_dir, step))
-        return final
-    work = saves(run_dir) / f".step-{step}.tmp"
-    on_first_rank(lambda: _fresh(work))
-    with _quiet():
-        save_sharded(_tensors(adapters, optimizer, ranks), checkpoint_id=work, no_dist=ranks.world == 1)
-    buffer = io.BytesIO()
-    torch.save(device.rng_state(), buffer)
-    write_atomic(work / f"rng-{ranks.rank}.pt", buffer.getvalue())
-    if ranks.world > 1:
-        dist.barrier()
 
-    def finish() -> None:
-        manifest = {
-            "step": step,
-            "hashes": hashes.model_dump(),
+    def __init__(
+        self,
+        run_dir: Path,
+        plan: AdaptationPlan,
+        adapters: dict[str, Owned],
+        optimizer: AdapterOptimizer,
+        ranks: Ranks,
+        device: Device,
+    ) -> None:
+        self.run_dir, self.plan, self.adapters, self.optimizer = run_dir, plan, adapters, optimizer
+        self.ranks, self.device = ranks, device
+        # The thread's collectives are its own: they must not mix with training's.
+        self.group = dist.new_group(backend="gloo") if ranks.world > 1 else None
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self.pending: tuple[int, Future[None]] | None = None
+
+    def start(self, step: int, expert_tokens: dict[str, list[int]]) -> Path:
+        """Copy the state and write it in the background, after the save before it is done.
+
+        A save of the same step that is already there is kept.
+
+        Raises:
+            RunError: ``disk-full``, for this save or the one before.
+        """
+        self.finish()
+        target = saves(self.run_dir) / f"step-{step}"
+        if on_first_rank(lambda: (target / MANIFEST).is_file()):
+            on_first_rank(lambda: point(self.run_dir, step))
+            return target
+        work = saves(self.run_dir) / f".step-{step}.tmp"
+        on_first_rank(lambda: require_room(self.run_dir, step, self._bytes()))
+        on_first_rank(lambda: self._guarded(step, lambda: fresh(work)))
+        together(lambda: self._guarded(step, lambda: self._write_rng(work)))
+        staged = BlockingAsyncStager().stage(_tensors(self.adapters, self.optimizer, self.ranks))
+        batch = self.plan.decision.recipe.batch
+        facts = {
+            "hashes": self.plan.hashes.model_dump(),
+            "training": training_sha256(self.plan),
+            "data": {"next_sequence": step * batch.global_batch_sequences},
             "expert_tokens": expert_tokens,
-            "mesh": ranks.sizes.model_dump(),
-            "files": {entry.name: entry.stat().st_size for entry in sorted(work.iterdir())},
+            "mesh": self.ranks.sizes.model_dump(),
         }
-        write_atomic(work / MANIFEST, pretty_bytes(manifest))
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(work, final)
-        _point(run_dir, step)
+        self.pending = (step, self.pool.submit(self._write, step, work, staged, facts))
+        return target
 
-    on_first_rank(finish)
-    return final
+    def finish(self) -> None:
+        """Wait until the pending save has its name.
+
+        Raises:
+            RunError: ``disk-full`` on every rank when it failed on any.
+        """
+        if self.pending is None:
+            return
+        (step, written), self.pending = self.pending, None
+        together(lambda: self._guarded(step, written.result))
+
+    def _write(self, step: int, work: Path, staged: dict[str, Any], facts: dict[str, Any]) -> None:
+        with _quiet():
+            save_sharded(staged, checkpoint_id=work, process_group=self.group, no_dist=self.ranks.world == 1)
+        if self.ranks.rank == 0:
+            commit(self.run_dir, work, step, facts)
+
+    def _write_rng(self, work: Path) -> None:
+        buffer = io.BytesIO()
+        torch.save(self.device.rng_state(), buffer)
+        write_atomic(work / f"rng-{self.ranks.rank}.pt", buffer.getvalue())
+
+    def _guarded(self, step: int, work: Any) -> None:
+        try:
+            work()
+        except (OSError, CheckpointException) as error:
+            raise disk_full(self.run_dir, step, _cause(error)) from error
+
+    def _bytes(self) -> int:
+        """Of one copy of all adapters and both moments."""
+        sizes = (torch.Size(one.shape).numel() * one.parameter.element_size() for one in self.adapters.values())
+        return 3 * sum(sizes)
+
+
+def _cause(error: BaseException) -> str:
+    """The first rank's own error inside a joint one."""
+    if isinstance(error, CheckpointException):
+        rank, (inner, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {inner}"
+    return str(error)
 
 
 @contextmanager
@@ -93,15 +169,6 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-def _fresh(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def _point(run_dir: Path, step: int) -> None:
-    write_atomic(saves(run_dir) / LATEST, f"step-{step}\n".encode())
 
 
 def _tensors(adapters: dict[str, Owned], optimizer: AdapterOptimizer, ranks: Ranks) -> dict[str, Any]:
@@ -117,76 +184,28 @@ def _tensors(adapters: dict[str, Owned], optimizer: AdapterOptimizer, ranks: Ran
     return state
 
 
-def latest(run_dir: Path, hashes: PlanHashes) -> tuple[int, Path] | None:
-    """Step and folder of the newest save, verified; ``None`` for a run without one.
-
-    Raises:
-        RunError: ``other-plan`` when the save belongs to another plan, ``damaged-save`` when files are missing or have
-            other sizes than when they were written.
-    """
-    pointer = saves(run_dir) / LATEST
-    if not pointer.is_file():
-        return None
-    folder = saves(run_dir) / pointer.read_text().strip()
-    manifest = read_manifest(folder)
-    if manifest["hashes"]["decision"] != hashes.decision:
-        raise RunError(
-            "other-plan",
-            f"the save belongs to decision {manifest['hashes']['decision'][:16]}…, this plan's is "
-            f"{hashes.decision[:16]}…",
-            where=str(folder),
-            next_action="resume with the plan that made it, or give another --run-dir",
-        )
-    return int(manifest["step"]), folder
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """A save's manifest, its files checked against it."""
-    try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
-        wrong = [
-            f"{name}: {size} bytes expected, {_size(folder / name)} found"
-            for name, size in manifest["files"].items()
-            if _size(folder / name) != size
-        ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _damaged(folder, f"no readable {MANIFEST}: {error}") from error
-    if wrong:
-        raise _damaged(folder, "; ".join(wrong[:3]))
-    return manifest
-
-
 def expert_tokens(folder: Path) -> dict[str, torch.Tensor]:
     """Layer → rows that each expert had got when the save was made."""
     return {layer: torch.tensor(count) for layer, count in read_manifest(folder)["expert_tokens"].items()}
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else -1
-
-
-def _damaged(folder: Path, what: str) -> RunError:
-    others = sorted(entry.name for entry in folder.parent.glob("step-*") if entry != folder)
-    return RunError(
-        "damaged-save",
-        what,
-        where=str(folder),
-        next_action=f"remove this save and write an older one's name into {LATEST}"
-        + (f"; there are {', '.join(others)}" if others else "; there is none, start in a new --run-dir"),
-    )
-
-
 def load(
     folder: Path, step: int, adapters: dict[str, Owned], optimizer: AdapterOptimizer, ranks: Ranks, device: Device
 ) -> None:
-    """Fill adapters and optimizer in place, from a save made on any mesh."""
+    """Fill adapters and optimizer in place, from a save made on any mesh.
+
+    Random states are a rank's own: they are taken back on the mesh that made them; on another one the generators are
+    seeded from step and rank.
+    """
     state = _tensors(adapters, optimizer, ranks)
     with _quiet():
         load_sharded(state, checkpoint_id=folder, no_dist=ranks.world == 1)
     optimizer.set_steps(step)
-    rng = folder / f"rng-{ranks.rank}.pt"
-    if rng.is_file():
-        device.set_rng_state(torch.load(rng, weights_only=True))
+    same_mesh = read_manifest(folder)["mesh"] == ranks.sizes.model_dump()
+    if same_mesh:
+        device.set_rng_state(torch.load(folder / f"rng-{ranks.rank}.pt", weights_only=True))
+    else:
+        device.manual_seed((step << 20) + ranks.rank)
 
 
 def read_adapters(folder: Path) -> dict[str, torch.Tensor]:

@@ -13,15 +13,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.runtime import state
+from shardwright.runtime.agree import on_first_rank
+from shardwright.runtime.checks.memory import OUT_OF_MEMORY, out_of_memory
+from shardwright.runtime.checks.triage import where_not_finite
 from shardwright.runtime.data import Batches
 from shardwright.runtime.device import Device
 from shardwright.runtime.evaluate import evaluate
 from shardwright.runtime.experts.balance import max_over_mean
 from shardwright.runtime.lora.linear import LoraLinear
-from shardwright.runtime.losses import predicted_tokens, summed_loss
+from shardwright.runtime.losses import summed_loss
 from shardwright.runtime.mesh import Ranks
 from shardwright.runtime.optimizer import AdapterOptimizer, learning_rate
+from shardwright.runtime.preemption import StopRequest, interrupted
 from shardwright.runtime.session import Live
+from shardwright.schemas.cost import Moment
 from shardwright.schemas.errors import CheckFailed
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.run import EvalMetric, StepMetric
@@ -48,27 +53,30 @@ class Trainer:
     device: Device
     run_dir: Path
     optimizer: AdapterOptimizer = field(init=False)
+    saver: state.Saver = field(init=False)
+    resume_notes: tuple[str, ...] = ()
+    """What :meth:`resume` decided about damaged saves."""
 
     def __post_init__(self) -> None:
         self.recipe = self.plan.decision.recipe
         self.strategy = self.plan.decision.strategy
         self.optimizer = AdapterOptimizer(self.live.adapters, self.recipe.optimizer, self.ranks)
+        self.saver = state.Saver(self.run_dir, self.plan, self.live.adapters, self.optimizer, self.ranks, self.device)
 
     def gradient(self, step: int) -> Gradient:
         """Forward and backward over this rank's micro-batches of a step; gradients are sums over all ranks.
 
         Raises:
             CheckFailed: ``no-gradient``, ``loss-not-finite``.
+            RunError: ``out-of-memory``.
         """
         self.optimizer.clear()
-        tokens = predicted_tokens(self.recipe.batch.global_batch_sequences, self.recipe.batch.sequence_tokens)
+        tokens = self.batches.tokens(step)
         total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
         self._dropout(True)
         with self.live.meter.record():
-            for ids in self.batches.micro_batches(step, self.ranks.data_rank):
-                loss = summed_loss(self.live.model, ids.to(self.device.torch_device)) / tokens
-                loss.backward()
-                total += loss.detach().double()
+            for rows in self.batches.micro_batches(step, self.ranks.data_rank):
+                total += self._one_micro_batch(rows, tokens)
         self._dropout(False)
         if self.ranks.world > 1:
             dist.all_reduce(total)
@@ -77,16 +85,38 @@ class Trainer:
         if not np.isfinite(float(total)) or not np.isfinite(norm):
             raise CheckFailed(
                 "loss-not-finite",
-                f"loss {float(total)}, gradient norm {norm}",
+                f"loss {float(total)}, gradient norm {norm}; {where_not_finite(self, step)}",
                 where=f"step {step}",
                 next_action="lower the learning rate; `latest` still names the last good save",
             )
         return Gradient(float(total), norm, loads)
 
+    def _one_micro_batch(self, rows: Tensor, tokens: int) -> Tensor:
+        """Forward and backward of rows [micro, …]; its part of the loss.
+
+        Raises:
+            RunError: ``out-of-memory``.
+        """
+        moment: Moment = "forward_peak"
+        try:
+            loss = summed_loss(self.live.model, rows.to(self.device.torch_device)) / tokens
+            moment = "backward_peak"
+            loss.backward()
+        except OUT_OF_MEMORY as error:
+            raise out_of_memory(self.plan, self.device, moment, error) from error
+        return loss.detach().double()
+
     def apply(self, step: int, gradient: Gradient) -> float:
-        """Clip and step; returns the learning rate."""
+        """Clip and step; returns the learning rate.
+
+        Raises:
+            RunError: ``out-of-memory``.
+        """
         rate = learning_rate(step, float(self.recipe.optimizer.learning_rate), self.recipe.schedule)
-        self.optimizer.step(rate, gradient.norm)
+        try:
+            self.optimizer.step(rate, gradient.norm)
+        except OUT_OF_MEMORY as error:
+            raise out_of_memory(self.plan, self.device, "optimizer_step", error) from error
         return rate
 
     def step(self, step: int, on_gradient: Callable[[int, Gradient], None]) -> tuple[StepMetric, Gradient]:
@@ -116,26 +146,30 @@ class Trainer:
             self.live.model, self.held_out, step, self.strategy.micro_batch_sequences, self.ranks, self.device
         )
 
+    def start_save(self, step: int) -> Path:
+        """Begin a save of this step; training goes on while it is written."""
+        tokens = {layer: count.tolist() for layer, count in self.live.meter.total.items()}
+        return self.saver.start(step, tokens)
+
     def save(self, step: int) -> Path:
         """A whole save of this step."""
-        tokens = {layer: count.tolist() for layer, count in self.live.meter.total.items()}
-        return state.save(
-            self.run_dir, step, self.live.adapters, self.optimizer, self.ranks, self.device, self.plan.hashes, tokens
-        )
+        folder = self.start_save(step)
+        self.saver.finish()
+        return folder
 
     def resume(self) -> int:
-        """Load the newest save; returns its step, 0 for a fresh run.
+        """Load the newest whole save; returns its step, 0 for a fresh run. Damaged newer ones are set aside.
 
         Raises:
             RunError: ``other-plan``, ``damaged-save``.
         """
-        found = state.latest(self.run_dir, self.plan.hashes)
+        found = on_first_rank(lambda: state.find(self.run_dir, self.plan.hashes))
         if found is None:
             return 0
-        step, folder = found
-        state.load(folder, step, self.live.adapters, self.optimizer, self.ranks, self.device)
-        self.live.meter.total = state.expert_tokens(folder)
-        return step
+        self.resume_notes = on_first_rank(lambda: state.set_aside(found))
+        state.load(found.folder, found.step, self.live.adapters, self.optimizer, self.ranks, self.device)
+        self.live.meter.total = state.expert_tokens(found.folder)
+        return found.step
 
     def run(
         self,
@@ -144,16 +178,26 @@ class Trainer:
         on_step: Callable[[StepMetric, Gradient], None],
         on_evaluation: Callable[[EvalMetric], None],
     ) -> None:
-        """Steps ``first`` … last, with the evaluations and saves that the recipe asks for."""
+        """Steps ``first`` … last, with the evaluations and saves that the recipe asks for.
+
+        Raises:
+            RunInterrupted: a signal asked to stop; the save of the last step done is whole.
+            RunError: ``disk-full``.
+        """
         schedule = self.recipe.schedule
-        for step in range(first, schedule.steps + 1):
-            metric, gradient = self.step(step, on_gradient)
-            on_step(metric, gradient)
-            last = step == schedule.steps
-            if last or _due(step, schedule.evaluate_every_steps):
-                on_evaluation(self.evaluate(step))
-            if last or _due(step, schedule.save_every_steps):
-                self.save(step)
+        with StopRequest(self.ranks, self.device) as stop:
+            for step in range(first, schedule.steps + 1):
+                metric, gradient = self.step(step, on_gradient)
+                on_step(metric, gradient)
+                last, asked = step == schedule.steps, stop.agreed()
+                if last or (not asked and _due(step, schedule.evaluate_every_steps)):
+                    on_evaluation(self.evaluate(step))
+                if last or asked or _due(step, schedule.save_every_steps):
+                    self.start_save(step)
+                if asked and not last:
+                    self.saver.finish()
+                    raise interrupted(step, schedule.steps, str(self.run_dir))
+            self.saver.finish()
 
     def _peak_over_ranks(self) -> int:
         peak = torch.tensor(self.device.peak_memory_bytes(), device=self.device.torch_device)

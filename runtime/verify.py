@@ -119,7 +119,7 @@ def _strategy(decision: Decision) -> Iterator[str]:
     yield from _differ(
         "decision.strategy: sequences a step", batch.global_batch_sequences, strategy.global_batch_sequences()
     )
-    values = {**strategy.mesh.model_dump(), **strategy.model_dump(exclude={"mesh"})}
+    values = {**dict(strategy), **dict(strategy.mesh)}
     for axis, runnable in EXECUTABLE.items():
         if not runnable.runs(values[axis]):
             allowed = ", ".join(str(value) for value in runnable.values)

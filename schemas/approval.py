@@ -5,13 +5,15 @@ This is all that the runtime needs to know about approval: no workflow, no polic
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
 
-from shardwright.schemas.base import Identifier, Model, Sha256
+from shardwright.schemas.base import Identifier, Model, Sha256, added
 from shardwright.schemas.canonical import canonical_bytes, sha256_of
 from shardwright.schemas.errors import ApprovalError
 from shardwright.schemas.plan import AdaptationPlan
@@ -26,7 +28,7 @@ class ProposalVerdict(Model):
 
 
 class Approval(Model):
-    """A verdict in the append-only log. ``sha256`` covers every other field."""
+    """A verdict in the append-only log. ``sha256`` covers every other field but the signature."""
 
     schema_version: Literal[1] = 1
     decision_sha256: Sha256
@@ -40,16 +42,47 @@ class Approval(Model):
     time: str
     previous_sha256: Sha256 | None = None
     sha256: Sha256
+    hmac_sha256: Sha256 | None = added(None)
+    """HMAC-SHA-256 of ``sha256`` under a key that reviewers share; ``None`` where unsigned."""
 
     @classmethod
-    def seal(cls, **fields: object) -> Approval:
-        """Build an approval and compute its own hash."""
+    def seal(cls, *, key: bytes | None = None, **fields: object) -> Approval:
+        """Build an approval and compute its own hash; sign it where a key is given."""
         unsealed = cls.model_validate({**fields, "sha256": "0" * 64})
-        body = unsealed.model_dump(mode="json", exclude={"sha256"})
-        return unsealed.model_copy(update={"sha256": sha256_of(body)})
+        sha256 = unsealed.recomputed()
+        signature = signature_of(sha256, key) if key is not None else None
+        return unsealed.model_copy(update={"sha256": sha256, "hmac_sha256": signature})
 
     def recomputed(self) -> str:
-        return sha256_of(self.model_dump(mode="json", exclude={"sha256"}))
+        return sha256_of(self.model_dump(mode="json", exclude={"sha256", "hmac_sha256"}))
+
+
+def signature_of(sha256: str, key: bytes) -> str:
+    """HMAC-SHA-256 of an approval's hash, as hex."""
+    return hmac.new(key, sha256.encode(), hashlib.sha256).hexdigest()
+
+
+def verify_signature(approval: Approval, key: bytes) -> None:
+    """Check that an approval was signed with this key.
+
+    Raises:
+        ApprovalError: ``unsigned`` or ``wrong-signature``.
+    """
+    where = f"approval by {approval.actor!r} of {approval.time}"
+    if approval.hmac_sha256 is None:
+        raise ApprovalError(
+            "unsigned",
+            "a signing key is set here, the approval has no signature",
+            where=where,
+            next_action="approve the plan again with the key set",
+        )
+    if not hmac.compare_digest(approval.hmac_sha256, signature_of(approval.sha256, key)):
+        raise ApprovalError(
+            "wrong-signature",
+            "the approval was signed with another key, or altered after it was signed",
+            where=where,
+            next_action="approve the plan again with the key that is set here",
+        )
 
 
 def proposals_to_decide(plan: AdaptationPlan) -> tuple[str, ...]:

@@ -23,6 +23,29 @@ class Model(BaseModel):
         use_attribute_docstrings=True,
     )
 
+    def whole(self) -> dict[str, Any]:
+        """Every field as JSON values, those too that are not written while they hold their default (``added``)."""
+        return {name: _plain(value) for name, value in self}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Model):
+        return value.whole()
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def added(default: Any) -> Any:
+    """A field that joined a published schema: left out of what is written while it holds its default.
+
+    So a file of before is written again byte for byte, and keeps its hashes. A field whose absence would mean
+    something else than its default needs a new ``SCHEMA_VERSION``.
+    """
+    return Field(default=default, exclude_if=lambda value: value == default)
+
 
 def _decimal_text(value: Any) -> Any:
     """Normalise a number to the one decimal text that a hash may contain."""

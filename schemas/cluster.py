@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from shardwright.schemas.base import Identifier, Model, NonNegative, Positive, PositiveInt, Sha256
+from shardwright.schemas.base import CountInt, Identifier, Model, NonNegative, Positive, PositiveInt, Sha256, added
 from shardwright.schemas.ops import EvidenceOrigin
 
 
@@ -46,7 +46,8 @@ class DeviceSpec(Model):
 class LinkSpec(Model):
     """One level of the network, per rank and direction."""
 
-    name: Literal["intra_node", "inter_node"]
+    name: Literal["intra_node", "super_node", "inter_node"]
+    """``super_node``: one load/store domain of several nodes."""
     bandwidth_bytes_per_s: Positive
     latency_s: NonNegative
     source: str = ""
@@ -81,6 +82,10 @@ class ClusterSpec(Model):
     software: dict[str, str] = {}
     """Versions on the workers where they differ from the planning machine (``torch``, ``triton``, ``transformers``)."""
     price_per_device_hour: NonNegative | None = None
+    super_node_devices: CountInt = added(0)
+    """Devices of one load/store domain wider than a node (an NVL72 rack); 0: the node is the domain."""
+    rails_per_node: CountInt = added(0)
+    """Network cards of a node, shared by its devices; 0: one for each device."""
 
     @property
     def world_size(self) -> int:
@@ -95,6 +100,11 @@ class ClusterSpec(Model):
             raise ValueError("links: intra_node is missing")
         if self.nodes > 1 and "inter_node" not in names:
             raise ValueError("links: inter_node is missing")
+        if self.super_node_devices:
+            if self.super_node_devices % self.devices_per_node:
+                raise ValueError("super_node_devices is not a whole number of nodes")
+            if "super_node" not in names:
+                raise ValueError("links: super_node is missing")
         return self
 
 
@@ -118,6 +128,8 @@ class Calibration(Model):
     collectives: dict[str, tuple[CurvePoint, ...]] = {}
     """``all_gather``, ``reduce_scatter``, ``all_to_all``: bytes per rank → bytes/s."""
     launch_overhead_s: NonNegative | None = None
+    first_touch_bytes_per_s: NonNegative | None = added(None)
+    """Bytes/s of writing to memory that the allocator just took from the system (page faults); CPU ranks."""
     date: str = ""
 
 

@@ -152,3 +152,10 @@ class RunError(ShardwrightError):
     """A run could not start, go on or be resumed."""
 
     area = "run"
+
+
+class RunInterrupted(ShardwrightError):
+    """A run was asked to stop, has saved its state, and can go on."""
+
+    area = "interrupted"
+    exit_code = ExitCode.INTERRUPTED

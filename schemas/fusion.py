@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from shardwright.schemas.base import DecimalText, Identifier, Model, NonNegative, Sha256
+from shardwright.schemas.base import DecimalText, Identifier, Model, NonNegative, Sha256, added
 from shardwright.schemas.ops import EvidenceOrigin
 
 ObligationName = Literal[
@@ -105,6 +105,20 @@ class Region(Model):
     """Role → name relative to the instance (``weight`` → ``weight``; ``norm`` → ``input_layernorm``)."""
 
 
+class RegionNode(Model):
+    """One node of a matched region as a reviewer sees it; ``inputs`` name other nodes of the region."""
+
+    id: str
+    kind: Literal["input", "parameter", "op"]
+    """``input``: made outside the region."""
+    label: str
+    """Canonical operator or parameter name."""
+    inputs: tuple[str, ...] = ()
+    output: str = ""
+    """Shape and dtype, ``[24, 64] bfloat16``."""
+    source: str = ""
+
+
 class FusionProposal(Model):
     """A region, its certificate, and the ways to run it, best first."""
 
@@ -117,6 +131,8 @@ class FusionProposal(Model):
     chosen: Identifier | None
     """Name of the variant proposed for this cluster; ``None`` where the certificate refuses."""
     reason: str
+    subgraph: tuple[RegionNode, ...] = added(())
+    """The matched operations and what they read, for review; empty where the graph was not at hand."""
 
 
 class FusionDecision(Model):

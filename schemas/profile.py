@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from shardwright.schemas.base import CountInt, Model, PositiveInt, Sha256
+from shardwright.schemas.base import CountInt, Model, PositiveInt, Sha256, added
 
 Component = Literal[
     "routed_experts",
@@ -103,6 +103,24 @@ class ModelShape(Model):
     tie_word_embeddings: bool = False
     max_position_tokens: CountInt = 0
     gated_mlp: bool = True
+    expert_hidden_size: CountInt = added(0)
+    """Width of the rows that routed experts read and write (latent MoE); 0: ``hidden_size``."""
+    q_lora_rank: CountInt = added(0)
+    """Latent attention: width of the compressed query; 0: queries come from the hidden state."""
+    kv_lora_rank: CountInt = added(0)
+    """Latent attention: width of the compressed keys and values; 0: no latent attention."""
+    qk_nope_head_dim: CountInt = added(0)
+    qk_rope_head_dim: CountInt = added(0)
+    v_head_dim: CountInt = added(0)
+    linear_num_heads: CountInt = added(0)
+    """Linear attention (KDA, GDN): heads; 0: ``num_attention_heads``."""
+    linear_head_dim: CountInt = added(0)
+    """Linear attention: width of one head; 0: ``head_dim``."""
+    index_num_heads: CountInt = added(0)
+    """Sparse attention: heads of the indexer."""
+    index_head_dim: CountInt = added(0)
+    index_topk: CountInt = added(0)
+    """Sparse attention: keys that one query attends to."""
 
 
 class CheckpointProfile(Model):
@@ -124,4 +142,6 @@ class CheckpointProfile(Model):
     layer_kinds: tuple[LayerKind, ...]
     tied_weights: tuple[tuple[str, str], ...] = ()
     fingerprint: CheckpointFingerprint
+    licence: str = added("")
+    """Licence that the checkpoint's README states in its front matter (``apache-2.0``); empty where it states none."""
     warnings: tuple[str, ...] = ()

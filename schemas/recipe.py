@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from shardwright.schemas.base import CountInt, DecimalText, Model, PositiveInt
+from shardwright.schemas.base import CountInt, DecimalText, Model, PositiveInt, added
 
 
 class LoraSpec(Model):
@@ -50,8 +50,16 @@ class DataSpec(Model):
     held_out: str
     format: Literal["jsonl-text", "jsonl-messages", "parquet-text", "packed"] = "jsonl-text"
     text_field: str = "text"
+    messages_field: str = added("messages")
+    """Where a record of ``jsonl-messages`` keeps its list of {role, content}."""
     packing: bool = True
-    """Documents are concatenated with an end-of-text token and cut into sequences."""
+    """Texts are concatenated with an end-of-text token and cut into sequences; conversations stay whole and share a
+    sequence while they fit. False: one document a sequence, padded; one that is too long is refused."""
+    document_mask: bool = added(False)
+    """Packed texts: no attention and no prediction across documents, positions start anew. Conversations always have
+    it."""
+    completion_only: bool = added(True)
+    """Conversations: the loss counts the assistant's tokens alone."""
 
 
 class BatchSpec(Model):

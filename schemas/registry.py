@@ -25,6 +25,7 @@ from shardwright.schemas.profile import CheckpointProfile
 from shardwright.schemas.recipe import Recipe
 from shardwright.schemas.run import RunRecord
 from shardwright.schemas.strategy import ParallelStrategy
+from shardwright.schemas.tuned import TunedFile
 
 SHIPPED: tuple[type[BaseModel], ...] = (
     AdaptationPlan,
@@ -42,6 +43,7 @@ SHIPPED: tuple[type[BaseModel], ...] = (
     Policy,
     Recipe,
     RunRecord,
+    TunedFile,
 )
 
 FOLDER = Path(__file__).parent / "json"

@@ -67,13 +67,38 @@ class AdapterFacts(Model):
     sha256: Sha256
 
 
+class ExportFacts(Model):
+    """Another form of the adapter that was written beside the PEFT one."""
+
+    path: str
+    format: Literal["per_expert", "merged"]
+    tensors: CountInt
+    bytes: CountInt
+    sha256: Sha256
+    """Of the weights file, or of the index of a sharded checkpoint."""
+    retained_delta: NonNegative | None = None
+    """Smallest share of an adapted weight's change that is left after the base's packing; 1 where nothing is packed."""
+
+
+class PreflightResult(Model):
+    """One test before the run: what was expected and found. It is no calibration: plans do not name it."""
+
+    name: str
+    passed: bool
+    where: str
+    """Rank or node that the result is about."""
+    evidence: str
+    value: float | None = None
+    unit: str = ""
+
+
 class RunRecord(Model):
     """The whole run. Written by rank 0, completed by the export and check stages."""
 
     schema_version: Literal[1] = 1
     decision_sha256: Sha256
     evidence_sha256: Sha256
-    status: Literal["running", "trained", "exported", "failed"]
+    status: Literal["running", "trained", "exported", "failed", "interrupted"]
     world_size: CountInt
     device: str
     versions: dict[str, str]
@@ -88,4 +113,8 @@ class RunRecord(Model):
     predicted_step_ms: NonNegative | None = None
     predicted_peak_bytes: CountInt | None = None
     resumed_from_steps: tuple[CountInt, ...] = ()
+    exports: tuple[ExportFacts, ...] = ()
+    preflight: tuple[PreflightResult, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """Decisions that were taken while it ran, each with its cause: a damaged save passed over, another mesh."""
     failure: str = ""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from shardwright.schemas.canonical import sha256_of
@@ -54,15 +55,13 @@ def calibration_digest(calibration: Calibration) -> str:
     return sha256_of(calibration)
 
 
-def rate_at(curve: tuple[CurvePoint, ...], size: float) -> float | None:
-    """The rate of a curve at ``size``: linear in log size between points, flat outside; ``None`` if empty."""
+def rate_at(curve: tuple[CurvePoint, ...], size: Any) -> Any:
+    """The rate of a curve at ``size`` (a number or a column): linear in log size between points, flat outside.
+
+    ``None`` for an empty curve.
+    """
     if not curve:
         return None
     points = sorted(curve, key=lambda point: point.size)
-    if size <= points[0].size:
-        return points[0].rate
-    for low, high in pairwise(points):
-        if size <= high.size:
-            share = math.log(size / low.size) / math.log(high.size / low.size)
-            return low.rate + share * (high.rate - low.rate)
-    return points[-1].rate
+    logs = np.log(np.maximum(np.asarray(size, dtype=np.float64), 1e-300))
+    return np.interp(logs, [math.log(point.size) for point in points], [point.rate for point in points])[()]

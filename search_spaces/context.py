@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.profile import CheckpointProfile
 from shardwright.schemas.recipe import Recipe
+from shardwright.search_spaces.cost.routing import Loads
+from shardwright.search_spaces.executable import Value, runs
+from shardwright.search_spaces.topology import domain_devices
 
 
 @dataclass(frozen=True)
@@ -20,12 +23,30 @@ class SearchContext:
     recipe: Recipe
     cluster: ClusterSpec
     explore: bool = False
+    loads: Loads = ()
+    """Measured share of rows by MoE layer and expert; empty: a stated prior."""
+    admitted: tuple[tuple[str, Value], ...] = ()
+    """Further (axis, value) pairs to consider beside those that the runtime runs."""
     memo: dict[tuple[object, ...], bool] = field(default_factory=dict, repr=False, compare=False)
     """Which partial choices can be completed; filled by the space."""
+
+    def admits(self, axis: str, value: Value) -> bool:
+        """Whether this value is considered: it runs, or exploring admits it."""
+        return self.explore or runs(axis, value) or (axis, value) in self.admitted
 
     @property
     def world(self) -> int:
         return self.cluster.world_size
+
+    @property
+    def domain(self) -> int:
+        """Devices that reach each other without a network card."""
+        return domain_devices(self.cluster)
+
+    @property
+    def has_linear(self) -> bool:
+        """Whether a layer carries a recurrent state along the sequence."""
+        return any(kind.attention == "linear" for kind in self.profile.layer_kinds)
 
     @property
     def experts(self) -> int:

@@ -36,12 +36,13 @@ class ExecutableAxis:
 _BASE = f"{PARITY}::test_one_rank_equals_plain_training"
 _FSDP = f"{PARITY}::test_fsdp2_equals_one_rank"
 _EP = f"{PARITY}::test_ep2_equals_one_rank"
+_REPLICATE = f"{PARITY}::test_replicate2_equals_one_rank"
 
 EXECUTABLE: dict[str, ExecutableAxis] = {
     "pp": ExecutableAxis({1: _BASE}),
     "cp": ExecutableAxis({1: _BASE}),
     "tp": ExecutableAxis({1: _BASE}),
-    "replicate": ExecutableAxis({1: _BASE}),
+    "replicate": ExecutableAxis({1: _BASE, 2: _REPLICATE}, any_degree=True),
     "ep": ExecutableAxis({1: _BASE, 2: _EP}, any_degree=True),
     "shard": ExecutableAxis({1: _BASE, 2: _FSDP}, any_degree=True),
     "micro_batch_sequences": ExecutableAxis({1: _BASE, 2: f"{PARITY}::test_micro_batch_keeps_losses"}, any_degree=True),
@@ -53,6 +54,12 @@ EXECUTABLE: dict[str, ExecutableAxis] = {
     "overlap": ExecutableAxis({"none": _EP}),
     "offload": ExecutableAxis({"none": _BASE}),
     "expert_placement": ExecutableAxis({"contiguous": _EP}),
+    "expert_tp": ExecutableAxis({1: _BASE}),
+    "reshard_scope": ExecutableAxis({"all": _FSDP}),
+    "overlap_chunks": ExecutableAxis({1: _EP}),
+    "dispatch": ExecutableAxis({"all_to_all": _EP}),
+    "base_format": ExecutableAxis({"compute": _BASE}),
+    "redundant_experts": ExecutableAxis({0: _EP}),
 }
 """Axis name → what runs."""
 

@@ -10,7 +10,7 @@ from shardwright.schemas.profile import CheckpointProfile
 from shardwright.schemas.recipe import Recipe
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces import executable
-from shardwright.search_spaces.axes import AXES
+from shardwright.search_spaces.axes import AXES, checkpointed_layers
 from shardwright.search_spaces.axes.base import Violation
 from shardwright.search_spaces.axes.ep import legal_degrees
 from shardwright.search_spaces.context import SearchContext, divisors, nearest
@@ -37,12 +37,17 @@ def violations(
     Args:
         explore: admit axis values and base formats that the runtime does not run.
     """
-    context = SearchContext(profile, recipe, cluster, explore)
+    return violations_in(SearchContext(profile, recipe, cluster, explore), strategy)
+
+
+def violations_in(context: SearchContext, strategy: ParallelStrategy) -> tuple[Violation, ...]:
+    """``violations`` on a context that is kept between plans, with its load profile."""
     found = list(_mesh_covers_world(context, strategy))
+    found += checkpointed_layers.check(context, strategy)
     for axis in AXES:
         found += axis.check(context, strategy)
         value = axis.read(strategy)
-        if not explore and not executable.runs(axis.name, value):
+        if not context.admits(axis.name, value):
             found.append(
                 Violation(
                     rule="runtime-runs-it",
@@ -171,9 +176,12 @@ def _base_packing_runs(context: SearchContext) -> tuple[Violation, ...]:
 
 
 def _batch_covers_world(context: SearchContext) -> tuple[Violation, ...]:
-    """Every rank reads its own data, so the batch is a multiple of the data ranks."""
+    """Every rank reads its own data, so the batch is a multiple of the data ranks.
+
+    In the explored space tensor, context and pipeline parallelism leave fewer of them: its axes decide there.
+    """
     world, batch = context.world, context.global_batch
-    if batch % world == 0:
+    if batch % world == 0 or context.explore:
         return ()
     around = [value for value in (batch // world * world, -(-batch // world) * world) if value]
     return (

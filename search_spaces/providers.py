@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from shardwright.schemas.errors import KernelError
 from shardwright.schemas.ops import OpCost, PassCost
@@ -168,13 +171,14 @@ def linear_cross_entropy(provider: str, dtype: str, T: int, H: int, V: int) -> O
         forward = [(product_read, product_written), (2 * n * b, T * 8)]
         backward = [(n * b + T * 8, n * b), (n * b + V * H * b, T * H * b)]
     floor = T * H * b + V * H * b
+    workspace = int(loss_bytes(provider, dtype, T, H, V))
     return OpCost(
         op="linear_cross_entropy",
         provider=provider,
         dtype=dtype,
         shape={"T": T, "H": H, "V": V},
         forward=Chain(tuple(forward), flops).as_pass(floor, flops),
-        backward=Chain(tuple(backward), flops).as_pass(floor + T * H * b, flops, loss_bytes(provider, dtype, T, H, V)),
+        backward=Chain(tuple(backward), flops).as_pass(floor + T * H * b, flops, workspace),
         saved_bytes=n * b,
     )
 
@@ -183,7 +187,7 @@ LOSS_CHUNK_TOKENS = 1024
 """Rows of logits that a fused head and loss keeps at once."""
 
 
-def loss_bytes(provider: str, dtype: str, T: int, H: int, V: int) -> int:
+def loss_bytes(provider: str, dtype: str, T: Any, H: int, V: int) -> Any:
     """Peak memory of head and loss beyond the hidden states.
 
     Eager: 12·T·V (measured on one H200: 15.00 GiB at T 8192, V 163,840). Fused: one chunk of fp32
@@ -193,7 +197,7 @@ def loss_bytes(provider: str, dtype: str, T: int, H: int, V: int) -> int:
         return 12 * T * V
     if provider == "compile":
         return (4 + 2 * BYTES[dtype]) * T * V
-    return 4 * min(T, LOSS_CHUNK_TOKENS) * V + 2 * T * H
+    return 4 * np.minimum(T, LOSS_CHUNK_TOKENS) * V + 2 * T * H
 
 
 PROVIDER_COSTS: dict[str, Callable[..., OpCost]] = {

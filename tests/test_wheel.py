@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("schemas", "checkpoints", "kernels", "search_spaces", "agents", "runtime", "workflows")
-DATA = (".json", ".yaml", ".html", ".css", ".typed")
+DATA = (".json", ".yaml", ".html", ".css", ".js", ".typed")
 
 
 def test_wheel_holds_every_source_and_data_file(tmp_path: Path) -> None:

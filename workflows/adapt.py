@@ -8,6 +8,7 @@ from typing import Any
 from shardwright.workflows import serde  # sets strict deserialisation before langgraph is imported
 from shardwright.workflows.context import AdaptState, Context, Output
 from shardwright.workflows.nodes import check, execute, export, ingest, join, propose, report, review, search, structure
+from shardwright.workflows.retry import tried_again
 
 from langgraph.checkpoint.base import BaseCheckpointSaver  # isort: skip
 from langgraph.graph import END, START, StateGraph  # isort: skip
@@ -53,7 +54,10 @@ def _bound(name: str, context: Context) -> Any:
     def call(state: AdaptState) -> Output:
         if name != review.NODE:  # review's first act is its pause; the driver tells of it
             context.tell(name, "started")
-        output = node(context, state)
+        if name == review.NODE:
+            output = node(context, state)
+        else:
+            output = tried_again(lambda: node(context, state), lambda words: context.tell(name, "note", words))
         context.tell(name, "finished")
         return output
 

@@ -2,14 +2,76 @@
 
 from __future__ import annotations
 
+import fcntl
 import getpass
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shardwright.schemas.approval import Approval, ProposalVerdict, append_to_log, proposals_to_decide, read_log
-from shardwright.schemas.errors import ApprovalError, PlanError
+from shardwright.schemas.approval import (
+    Approval,
+    ProposalVerdict,
+    append_to_log,
+    proposals_to_decide,
+    read_log,
+    verify_signature,
+)
+from shardwright.schemas.errors import ApprovalError, PlanError, UsageError
 from shardwright.schemas.plan import AdaptationPlan, load_plan
 from shardwright.workflows.context import Context
+
+KEY_VARIABLE = "SHARDWRIGHT_APPROVAL_KEY_FILE"
+"""Names a file with the key that approvals are signed with; where it is set, an unsigned approval counts nothing."""
+SHORTEST_KEY = 16
+
+
+def signing_key() -> bytes | None:
+    """The key that this machine's reviewers share, or ``None`` where approvals are not signed here.
+
+    Raises:
+        UsageError: ``no-key``: the variable names no readable file, or one that is too short.
+    """
+    path = os.environ.get(KEY_VARIABLE)
+    if not path:
+        return None
+    key = Path(path).read_bytes().strip() if Path(path).is_file() else b""
+    if len(key) < SHORTEST_KEY:
+        raise UsageError(
+            "no-key",
+            f"{KEY_VARIABLE} names no file with at least {SHORTEST_KEY} bytes",
+            where=path,
+            next_action="write a random key into that file (`openssl rand -hex 32`), or unset the variable",
+        )
+    return key
+
+
+def demand_signature(approval: Approval) -> None:
+    """Where a key is set, the approval carries its signature.
+
+    Raises:
+        ApprovalError: ``unsigned`` or ``wrong-signature``.
+    """
+    key = signing_key()
+    if key is not None:
+        verify_signature(approval, key)
+
+
+def demand_other_approver(log: Path, plan: AdaptationPlan) -> None:
+    """Somebody who edited nothing in the plan has approved it.
+
+    Raises:
+        ApprovalError: ``author-approved``, naming the authors.
+    """
+    authors = {edit.actor for edit in plan.decision.edits}
+    verdicts = read_log(log) if log.exists() else ()
+    mine = [v for v in verdicts if v.decision_sha256 == plan.hashes.decision and v.verdict == "approve"]
+    if authors and all(verdict.actor in authors for verdict in mine):
+        raise ApprovalError(
+            "author-approved",
+            f"only those who edited the plan have approved it: {', '.join(sorted(authors))}",
+            where=str(log),
+            next_action="let another person approve it: `shardwright review --approve`",
+        )
 
 
 def log_beside(plan_file: Path) -> Path:
@@ -44,9 +106,27 @@ def record_verdict(
         raise ApprovalError(
             "no-reason", "a rejection needs a reason", where=str(log), next_action="say why with --reason"
         )
+    key = signing_key()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log.with_name(f".{log.name}.lock"), "a") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        return _append(log, plan, verdict, actor, actor_kind, reason, policy_sha256, key)
+
+
+def _append(
+    log: Path,
+    plan: AdaptationPlan,
+    verdict: str,
+    actor: str,
+    actor_kind: str,
+    reason: str,
+    policy_sha256: str | None,
+    key: bytes | None,
+) -> Approval:
     previous = read_log(log) if log.exists() else ()
     proposals = proposals_to_decide(plan) if verdict == "approve" else ()
     approval = Approval.seal(
+        key=key,
         decision_sha256=plan.hashes.decision,
         evidence_sha256=plan.hashes.evidence,
         verdict=verdict,

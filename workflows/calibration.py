@@ -1,4 +1,7 @@
-"""Measure this machine: matrix products, copies, launch overhead. Medians after warm-up."""
+"""Measure this machine: products, grouped products, attention, copies, launches; collectives under torchrun.
+
+Medians after warm-up; microbenchmarks only, nothing is fitted to training runs.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import Any
 
 from shardwright.schemas.cluster import Calibration, CurvePoint
 from shardwright.workflows.environment import installed
@@ -48,6 +52,12 @@ def measure(*, quick: bool, progress: Callable[[str], None]) -> Calibration:
             rate = _copy_rate(kind, count)
             progress(f"copy {count >> 20} MiB: {rate / 1e9:,.1f} GB/s read and written")
             copied.append(CurvePoint(size=count, rate=rate))
+        grouped = {"bfloat16": tuple(_grouped_points(kind, quick, progress))}
+        attention = {"bfloat16": tuple(_attention_points(kind, quick, progress))}
+        touch = _first_touch_rate(1 << 26) if kind == "cpu" else None
+        if touch:
+            progress(f"first touch of fresh memory: {touch / 1e9:,.1f} GB/s")
+        collectives = _collective_curves(kind, quick, progress)
         launch = _launch_seconds(kind)
         progress(f"launch: {launch * 1e6:.1f} µs")
     finally:
@@ -56,7 +66,11 @@ def measure(*, quick: bool, progress: Callable[[str], None]) -> Calibration:
         device=name,
         versions={"torch": installed("torch")},
         gemm_flops=gemm,
+        grouped_gemm_flops=grouped,
+        attention_flops=attention,
         copy_bytes_per_s=tuple(copied),
+        collectives=collectives,
+        first_touch_bytes_per_s=touch,
         launch_overhead_s=launch,
         date=datetime.now(UTC).date().isoformat(),
     )
@@ -102,3 +116,104 @@ def _launch_seconds(kind: str) -> float:
 
     value = torch.zeros(1, device=kind)
     return _median_seconds(kind, lambda: value.add_(1), inner=100)
+
+
+GROUPED = {"cpu": (4, 128, 256), "cuda": (64, 4096, 1024)}
+"""Experts, width of rows and of experts in the grouped products that are measured."""
+
+ROWS_PER_EXPERT = {"cpu": (8, 64, 512), "cuda": (32, 128, 512, 2048)}
+ATTENTION_TOKENS = {"cpu": (128, 512), "cuda": (2048, 8192, 32768)}
+COLLECTIVE_BYTES = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 17, 1 << 22, 1 << 25, 1 << 28)}
+
+
+def _grouped_points(kind: str, quick: bool, progress: Callable[[str], None]) -> list[CurvePoint]:
+    """One grouped product of equal groups, by rows per expert, FLOP/s."""
+    import torch
+
+    experts, width, inner = GROUPED[kind]
+    weights = torch.randn(experts, width, inner, device=kind).to(torch.bfloat16)
+    points = []
+    for rows in ROWS_PER_EXPERT[kind][: 2 if quick else None]:
+        x = torch.randn(experts * rows, width, device=kind).to(torch.bfloat16)
+        ends = torch.arange(rows, experts * rows + 1, rows, device=kind, dtype=torch.int32)
+
+        def product(x: torch.Tensor = x, ends: torch.Tensor = ends) -> torch.Tensor:
+            return torch.nn.functional.grouped_mm(x, weights, offs=ends)
+
+        rate = 2 * experts * rows * width * inner / _median_seconds(kind, product)
+        progress(f"grouped product, {rows} rows an expert: {rate / 1e9:,.1f} GFLOP/s")
+        points.append(CurvePoint(size=rows, rate=rate))
+    return points
+
+
+def _attention_points(kind: str, quick: bool, progress: Callable[[str], None]) -> list[CurvePoint]:
+    """Causal attention of 16 heads of 128, by tokens of a sequence; 2·S²·n·d flops, FLOP/s."""
+    import torch
+
+    heads, width = 16, 128
+    points = []
+    for tokens in ATTENTION_TOKENS[kind][: 1 if quick else None]:
+        q = torch.randn(1, heads, tokens, width, device=kind).to(torch.bfloat16)
+
+        def attend(q: torch.Tensor = q) -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+        rate = 2 * tokens**2 * heads * width / _median_seconds(kind, attend)
+        progress(f"attention, {tokens} tokens: {rate / 1e9:,.1f} GFLOP/s")
+        points.append(CurvePoint(size=tokens, rate=rate))
+    return points
+
+
+def _first_touch_rate(count: int) -> float:
+    """Bytes a second of filling memory that was taken from the system just now."""
+    import torch
+
+    return count / _median_seconds("cpu", lambda: torch.empty(count, dtype=torch.uint8).fill_(1))
+
+
+def _collective_curves(kind: str, quick: bool, progress: Callable[[str], None]) -> dict[str, tuple[CurvePoint, ...]]:
+    """Bytes per rank → bytes a second, of all ranks of a torchrun; nothing outside one.
+
+    A rate counts what one rank sends to others: ``n − 1`` of ``n`` parts.
+    """
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return {}
+    started = not dist.is_initialized()
+    if started:
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    try:
+        ranks, curves = dist.get_world_size(), {}
+        for name in ("all_gather", "reduce_scatter", "all_to_all"):
+            points = []
+            for count in COLLECTIVE_BYTES[kind][: 2 if quick else None]:
+                whole = torch.ones(count * ranks, dtype=torch.uint8, device=kind)
+                part = torch.ones(count, dtype=torch.uint8, device=kind)
+                work, moved = _collective(name, whole, part, count, ranks)
+                rate = moved / _median_seconds(kind, work)
+                progress(f"{name}, {count >> 10} KiB a rank: {rate / 1e9:,.2f} GB/s")
+                points.append(CurvePoint(size=count, rate=rate))
+            curves[name] = tuple(points)
+        return curves
+    finally:
+        if started:
+            dist.destroy_process_group()
+
+
+def _collective(name: str, whole: Any, part: Any, count: int, ranks: int) -> tuple[Callable[[], object], float]:
+    """The call that is timed, and the bytes it sends."""
+    import torch
+    import torch.distributed as dist
+
+    if name == "all_gather":
+        return (lambda: dist.all_gather_into_tensor(whole, part)), count * (ranks - 1)
+    if name == "reduce_scatter":
+        full, own = whole.to(torch.float32), part.to(torch.float32)
+        return (lambda: dist.reduce_scatter_tensor(own, full)), 4.0 * count * (ranks - 1)
+    sent = part[: count // ranks * ranks]
+    received = torch.empty_like(sent)
+    return (lambda: dist.all_to_all_single(received, sent)), len(sent) * (ranks - 1) / ranks

@@ -32,7 +32,7 @@ def differences(left: AdaptationPlan, right: AdaptationPlan) -> tuple[Difference
 
 
 def _keyed(section: Any) -> dict[str, Any]:
-    raw: dict[str, Any] = section.model_dump(mode="json")
+    raw: dict[str, Any] = section.whole()
     for name, key in (("fusions", "proposal_id"), ("proposals", "id"), ("lora_targets", "parameter")):
         if name in raw:
             raw[name] = {item[key]: item for item in raw[name]}

@@ -11,7 +11,13 @@ from shardwright.schemas.errors import ApprovalError
 from shardwright.schemas.files import write_atomic
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.policy import Policy
-from shardwright.workflows.approvals import latest_verdict, plan_under_review, record_verdict
+from shardwright.workflows.approvals import (
+    demand_other_approver,
+    demand_signature,
+    latest_verdict,
+    plan_under_review,
+    record_verdict,
+)
 from shardwright.workflows.context import Context
 from shardwright.workflows.policy import denied, evaluate
 
@@ -42,6 +48,9 @@ def settle(context: Context, planned: AdaptationPlan, policy: Policy | None, rev
             next_action=f"`shardwright review {context.plan_file}`, then start the same command again",
         )
     verify_approval(plan, verdict)
+    demand_signature(verdict)
+    if policy is not None and policy.approver_is_not_author:
+        demand_other_approver(context.approvals, plan)
     context.keep_plan(plan)
     return verdict
 

@@ -50,6 +50,28 @@ def cluster_yaml(ranks: int | None) -> str:
     return f"# This machine; `sources` says which figures are assumed. `shardwright calibrate` measures them.\n{body}"
 
 
+def recorded_yaml(nvidia_smi: Path | None, slurm: Path | None) -> str:
+    """A cluster file from recorded outputs of nvidia-smi (needed) and sinfo.
+
+    Raises:
+        UsageError: ``no-devices``, without an output of nvidia-smi.
+        ClusterError: an output cannot be read, or names no known device.
+    """
+    from shardwright.search_spaces.detect import GPU_QUERY, NODE_QUERY, cluster_from, parse_nvidia_smi, parse_sinfo
+
+    if nvidia_smi is None or not nvidia_smi.is_file() or (slurm is not None and not slurm.is_file()):
+        raise UsageError(
+            "no-devices",
+            "the recorded output is not there",
+            where="--nvidia-smi" if nvidia_smi is None or not nvidia_smi.is_file() else "--slurm",
+            next_action=f"record them: {GPU_QUERY} > gpus.csv; {NODE_QUERY} > nodes.txt",
+        )
+    nodes = parse_sinfo(slurm.read_text()) if slurm else ()
+    spec = cluster_from(parse_nvidia_smi(nvidia_smi.read_text()), nodes)
+    body = yaml.safe_dump(spec.model_dump(mode="json", exclude_defaults=True), sort_keys=False, allow_unicode=True)
+    return f"# From recorded outputs; rates are the catalogue's, `sources` says where each comes from.\n{body}"
+
+
 def detect_cluster(ranks: int | None) -> ClusterSpec:
     """Describe this machine.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,10 +16,14 @@ from shardwright.workflows.decide import Reviewer, settle
 from shardwright.workflows.events import EventLog, Listener, silent
 from shardwright.workflows.lock import RunLock
 from shardwright.workflows.request import Request, claim
-from shardwright.workflows.serde import saver
+from shardwright.workflows.serde import URL_VARIABLE, saver
 from shardwright.workflows.stages import Stages
 
-CONFIG: dict[str, Any] = {"configurable": {"thread_id": "run"}}
+
+def config_of(run_dir: Path) -> dict[str, Any]:
+    """The thread of a run: its folder's request where runs share a database, so that none sees another's state."""
+    shared = bool(os.environ.get(URL_VARIABLE))
+    return {"configurable": {"thread_id": f"run:{run_dir.resolve()}" if shared else "run"}}
 
 
 @dataclass(frozen=True)
@@ -57,10 +62,11 @@ def drive(
     with RunLock(run_dir):
         claim(run_dir, request)
         log = EventLog(run_dir, listener)
+        config = config_of(run_dir)
         context = Context(run_dir=run_dir, request=request, stages=stages or Stages(), log=log)
         with saver(run_dir) as checkpointer:
             graph = build_graph(context, checkpointer)
-            snapshot = graph.get_state(CONFIG)
+            snapshot = graph.get_state(config)
             step: Any = None if snapshot.next else {"request": request.key(), **(start or {})}
             if not snapshot.next and snapshot.values.get("report"):
                 return _outcome("finished", context, snapshot.values)
@@ -69,8 +75,8 @@ def drive(
                     if request.goal == "plan":
                         return _outcome("planned", context, snapshot.values)
                     step = _wake(context, snapshot.values, policy, reviewer)
-                _invoke(graph, step, context)
-                snapshot = graph.get_state(CONFIG)
+                _invoke(graph, step, context, config)
+                snapshot = graph.get_state(config)
                 step = None
                 if not snapshot.next:
                     return _outcome("finished", context, snapshot.values)
@@ -89,11 +95,11 @@ def _wake(context: Context, state: AdaptState, policy: Policy | None, reviewer: 
     return Command(resume={"decided": True})
 
 
-def _invoke(graph: Any, step: Any, context: Context) -> None:
+def _invoke(graph: Any, step: Any, context: Context, config: dict[str, Any]) -> None:
     try:
-        graph.invoke(step, CONFIG, durability="sync")
+        graph.invoke(step, config, durability="sync")
     except ShardwrightError as error:
-        waiting = graph.get_state(CONFIG).next
+        waiting = graph.get_state(config).next
         context.tell(waiting[0] if waiting else "run", "failed", error.code)
         raise
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from shardwright.schemas.errors import UsageError
+from shardwright.schemas.fusion import FusionDecision
 from shardwright.schemas.plan import AdaptationPlan, Edit
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.schemas.validation import explain
@@ -19,7 +21,8 @@ def edit_axes(
 ) -> AdaptationPlan:
     """A child plan with other values on some axes.
 
-    Where the mesh or the micro-batch changes and ``accumulation_steps`` is not named, it follows from the global batch.
+    What is not named follows: ``mesh.shard`` and ``mesh.replicate`` the number of ranks, ``accumulation_steps`` the
+    global batch.
 
     Args:
         values: axis → new value as text, for example ``{"mesh.ep": "2", "mesh.shard": "1"}``.
@@ -30,8 +33,62 @@ def edit_axes(
     """
     _need_reason(reason)
     before = plan.decision.strategy
-    after = _accumulated(plan, edited(before, values), values)
+    after = completed(plan, values)
     return _child(stages, plan, after, _differences(before, after, reason, actor), rejections(plan))
+
+
+def completed(plan: AdaptationPlan, values: dict[str, str]) -> ParallelStrategy:
+    """The plan's strategy with other values, and with what follows from them."""
+    return _accumulated(plan, _filled(plan, edited(plan.decision.strategy, values), values), values)
+
+
+def choose_variant(
+    stages: Stages, plan: AdaptationPlan, proposal_id: str, variant: str, *, reason: str, actor: str
+) -> AdaptationPlan:
+    """A child plan in which one fusion's region runs by another of its variants.
+
+    Raises:
+        UsageError: ``unknown-proposal``, ``unknown-variant``, ``no-change`` or ``no-reason``.
+        LegalityError: ``variant-does-not-apply`` on the plan's mesh and device.
+    """
+    _need_reason(reason)
+    current = _fusion(plan, proposal_id)
+    proposal = next((p for p in plan.evidence.proposals if p.id == proposal_id), None)
+    known = {v.name: v for v in proposal.variants} if proposal is not None else {}
+    if variant not in known or not known[variant].available:
+        usable = ", ".join(name for name, v in known.items() if v.available)
+        raise UsageError(
+            "unknown-variant",
+            f"no usable variant {variant!r} of {proposal_id}",
+            where=f"plan {plan.hashes.decision[:16]}…",
+            next_action=f"name one of: {usable or 'none'}",
+        )
+    if current.variant == variant and not current.rejected:
+        raise UsageError("no-change", f"{variant} runs already", where=proposal_id, next_action="accept it as it is")
+    edit = Edit(field=f"fusions.{proposal_id}.variant", old=current.variant, new=variant, reason=reason, actor=actor)
+    kept = {name: why for name, why in rejections(plan).items() if name != proposal_id}
+    return _child(stages, plan, plan.decision.strategy, (edit,), kept, {**choices(plan), proposal_id: variant})
+
+
+def choices(plan: AdaptationPlan) -> dict[str, str]:
+    """Proposal id → variant that a reviewer chose, the last word of each; rejected ones are left out."""
+    found = {}
+    for edit in plan.decision.edits:
+        if edit.field.startswith("fusions.") and edit.field.endswith(".variant"):
+            found[edit.field.removeprefix("fusions.").removesuffix(".variant")] = str(edit.new)
+    return {name: variant for name, variant in found.items() if name not in rejections(plan)}
+
+
+def _fusion(plan: AdaptationPlan, proposal_id: str) -> FusionDecision:
+    current = {fusion.proposal_id: fusion for fusion in plan.decision.fusions}
+    if proposal_id not in current:
+        raise UsageError(
+            "unknown-proposal",
+            f"no fusion {proposal_id!r} in this plan",
+            where=f"plan {plan.hashes.decision[:16]}…",
+            next_action=f"name one of: {', '.join(current) or 'none, the plan has no fusion'}",
+        )
+    return current[proposal_id]
 
 
 def reject_proposal(
@@ -43,24 +100,15 @@ def reject_proposal(
         UsageError: ``unknown-proposal``, ``already-rejected`` or ``no-reason``.
     """
     _need_reason(reason)
-    current = {fusion.proposal_id: fusion for fusion in plan.decision.fusions}
-    if proposal_id not in current:
-        raise UsageError(
-            "unknown-proposal",
-            f"no fusion {proposal_id!r} in this plan",
-            where=f"plan {plan.hashes.decision[:16]}…",
-            next_action=f"name one of: {', '.join(current) or 'none, the plan has no fusion'}",
-        )
-    if current[proposal_id].rejected:
+    current = _fusion(plan, proposal_id)
+    if current.rejected:
         raise UsageError(
             "already-rejected",
-            f"{proposal_id} is rejected already: {current[proposal_id].reason}",
+            f"{proposal_id} is rejected already: {current.reason}",
             where=f"plan {plan.hashes.decision[:16]}…",
             next_action="nothing to do",
         )
-    edit = Edit(
-        field=f"fusions.{proposal_id}", old=current[proposal_id].provider, new="eager", reason=reason, actor=actor
-    )
+    edit = Edit(field=f"fusions.{proposal_id}", old=current.provider, new="eager", reason=reason, actor=actor)
     return _child(stages, plan, plan.decision.strategy, (edit,), {**rejections(plan), proposal_id: reason})
 
 
@@ -71,7 +119,7 @@ def rejections(plan: AdaptationPlan) -> dict[str, str]:
 
 def edited(strategy: ParallelStrategy, values: dict[str, str]) -> ParallelStrategy:
     """The strategy with other values; types and ranges are checked, legality is not."""
-    raw: dict[str, Any] = strategy.model_dump()
+    raw: dict[str, Any] = strategy.whole()
     for axis, text in values.items():
         group, _, name = axis.rpartition(".")
         target = raw["mesh"] if group == "mesh" else raw if not group else {}
@@ -87,6 +135,21 @@ def edited(strategy: ParallelStrategy, values: dict[str, str]) -> ParallelStrate
         raise UsageError("bad-value", explain(error), where="--edit", next_action="correct the value") from error
 
 
+def _filled(plan: AdaptationPlan, strategy: ParallelStrategy, values: dict[str, str]) -> ParallelStrategy:
+    """``shard`` and ``replicate``, where they were not named, so that an edited mesh covers the same ranks again."""
+    mesh, world = strategy.mesh, plan.decision.strategy.mesh.world_size
+    free = [axis for axis in ("replicate", "shard") if f"mesh.{axis}" not in values]
+    if mesh.world_size == world or not free:
+        return strategy
+    fixed = math.prod(degree for axis, degree in mesh.model_dump().items() if axis not in free)
+    rest, left_over = divmod(world, fixed)
+    if left_over or not rest:
+        return strategy
+    replicate = math.gcd(mesh.replicate, rest) if len(free) == 2 else rest
+    degrees = {"replicate": replicate, "shard": rest // replicate} if len(free) == 2 else {free[0]: rest}
+    return strategy.model_copy(update={"mesh": mesh.model_copy(update=degrees)})
+
+
 def _accumulated(plan: AdaptationPlan, strategy: ParallelStrategy, values: dict[str, str]) -> ParallelStrategy:
     if "accumulation_steps" in values:
         return strategy
@@ -96,7 +159,7 @@ def _accumulated(plan: AdaptationPlan, strategy: ParallelStrategy, values: dict[
 
 
 def _differences(before: ParallelStrategy, after: ParallelStrategy, reason: str, actor: str) -> tuple[Edit, ...]:
-    old, new = flat(before.model_dump(mode="json")), flat(after.model_dump(mode="json"))
+    old, new = flat(before.whole()), flat(after.whole())
     changed = [key for key in new if old[key] != new[key]]
     if not changed:
         raise UsageError(
@@ -129,6 +192,7 @@ def _child(
     strategy: ParallelStrategy,
     edits: tuple[Edit, ...],
     rejected: dict[str, str],
+    chosen: dict[str, str] | None = None,
 ) -> AdaptationPlan:
     evidence, decision = plan.evidence, plan.decision
     joined = join(
@@ -140,6 +204,7 @@ def _child(
         evidence.proposals,
         strategy,
         rejected,
+        choices(plan) if chosen is None else chosen,
     )
     child = decision.model_copy(
         update={

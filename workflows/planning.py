@@ -17,6 +17,7 @@ from shardwright.schemas.profile import CheckpointProfile
 from shardwright.schemas.recipe import Recipe
 from shardwright.schemas.strategy import ParallelStrategy
 from shardwright.workflows.environment import tool_versions, worker_environment
+from shardwright.workflows.report.units import duration
 from shardwright.workflows.stages import Stages
 
 
@@ -52,14 +53,17 @@ def join(
     proposals: tuple[FusionProposal, ...],
     strategy: ParallelStrategy,
     rejected: dict[str, str] | None = None,
+    chosen: dict[str, str] | None = None,
 ) -> Joined:
     """Check legality, re-certify the proposals for the mesh, and re-cost.
 
     Args:
         rejected: proposal id → reason, for fusions that a reviewer has turned down.
+        chosen: proposal id → variant, where a reviewer chose how a region runs.
 
     Raises:
-        LegalityError: ``illegal-strategy``, with every rule broken and the nearest legal value.
+        LegalityError: ``illegal-strategy``, with every rule broken and the nearest legal value;
+            ``variant-does-not-apply`` where a chosen variant cannot run on this mesh.
         InfeasibleError: ``out-of-memory``, with the fullest component.
     """
     if broken := stages.violations(profile, recipe, cluster, strategy):
@@ -69,7 +73,7 @@ def join(
             where=strategy.text(),
             next_action="choose the nearest legal value named above",
         )
-    certified, decisions = stages.recertify(proposals, strategy, cluster, recipe)
+    certified, decisions = _recertify(stages, proposals, strategy, cluster, recipe, chosen or {})
     fusions = tuple(
         reject(d, (rejected or {})[d.proposal_id]) if d.proposal_id in (rejected or {}) else d for d in decisions
     )
@@ -84,6 +88,40 @@ def join(
             next_action="choose more sharding, a smaller micro-batch or full checkpointing",
         )
     return Joined(strategy, certified, fusions, cost)
+
+
+def _recertify(
+    stages: Stages,
+    proposals: tuple[FusionProposal, ...],
+    strategy: ParallelStrategy,
+    cluster: ClusterSpec,
+    recipe: Recipe,
+    chosen: dict[str, str],
+) -> tuple[tuple[FusionProposal, ...], tuple[FusionDecision, ...]]:
+    """Re-certify with every other variant of a chosen proposal out of reach; evidence keeps all variants."""
+    narrowed = tuple(_only(p, chosen[p.id]) if p.id in chosen else p for p in proposals)
+    certified, decisions = stages.recertify(narrowed, strategy, cluster, recipe)
+    found = {decision.proposal_id: decision.variant for decision in decisions}
+    for name, variant in chosen.items():
+        if found.get(name) != variant:
+            raise LegalityError(
+                "variant-does-not-apply",
+                f"{variant!r} cannot run {name} here: "
+                + (f"{found[name]!r} would run in its place" if name in found else "its certificate refuses"),
+                where=strategy.text(),
+                next_action="choose another variant, or reject the fusion",
+            )
+    whole = {proposal.id: proposal.variants for proposal in proposals}
+    return tuple(p.model_copy(update={"variants": whole[p.id]}) for p in certified), decisions
+
+
+def _only(proposal: FusionProposal, variant: str) -> FusionProposal:
+    kept = [
+        v if v.name == variant else v.model_copy(update={"available": False, "unavailable_because": "not chosen"})
+        for v in proposal.variants
+    ]
+    chosen = variant if proposal.chosen is not None else None
+    return proposal.model_copy(update={"variants": tuple(kept), "chosen": chosen})
 
 
 def reject(decision: FusionDecision, reason: str) -> FusionDecision:
@@ -147,5 +185,5 @@ def _after_fusion(joined: Joined) -> tuple[str, ...]:
         return ()
     return (
         f"The times above are without fused operators; with the {installed} installed here the step is "
-        f"{joined.cost.time.step_ms:.3g} ms, the figure in the plan's cost.",
+        f"{duration(joined.cost.time.step_ms)}, the figure in the plan's cost.",
     )

@@ -11,6 +11,7 @@ from shardwright.schemas.canonical import canonical_bytes, sha256_file
 from shardwright.schemas.errors import CheckpointError, RunError, StalePlanError, UsageError
 from shardwright.schemas.files import write_atomic
 from shardwright.schemas.plan import AdaptationPlan, load_plan, parse_plan
+from shardwright.workflows.approvals import demand_other_approver, demand_signature
 from shardwright.workflows.artifacts import ArtifactStore
 from shardwright.workflows.context import AdaptState
 from shardwright.workflows.request import (
@@ -60,7 +61,12 @@ def fresh_request(
 
 
 def approved_start(
-    plan_file: Path, checkpoint: Path, log: Path, data_root: Path | None, run_dir: Path | None
+    plan_file: Path,
+    checkpoint: Path,
+    log: Path,
+    data_root: Path | None,
+    run_dir: Path | None,
+    other_approver: bool = False,
 ) -> Prepared:
     """The request and first state of ``apply``; the approvals log is copied into the run's folder.
 
@@ -72,6 +78,9 @@ def approved_start(
     plan = load_plan(plan_file)
     approval = find_approval(log, plan)
     verify_approval(plan, approval)
+    demand_signature(approval)
+    if other_approver:
+        demand_other_approver(log, plan)
     folder = _checkpoint_folder(checkpoint)
     request = Request(
         goal="apply",

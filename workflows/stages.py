@@ -131,7 +131,7 @@ def _verify(plan: AdaptationPlan, checkpoint: Path, data_root: Path) -> None:
 
 
 def _launch(plan: Path, checkpoint: Path, data_root: Path, approvals: Path, run_dir: Path) -> int:
-    from shardwright.runtime.launch.local import launch
+    from shardwright.runtime.launch.engines import launch
 
     return launch(plan, checkpoint, data_root, approvals, run_dir)
 

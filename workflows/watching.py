@@ -11,10 +11,12 @@ from pathlib import Path
 from shardwright.schemas.base import Model
 from shardwright.schemas.errors import RunError
 from shardwright.schemas.plan import load_plan
+from shardwright.schemas.run import StepMetric
 from shardwright.workflows.adapt import nodes_for
 from shardwright.workflows.events import read_events
 from shardwright.workflows.lock import holder
 from shardwright.workflows.prepare import require_run
+from shardwright.workflows.runs import load_record
 
 
 class NodeStatus(Model):
@@ -34,6 +36,14 @@ class RunStatus(Model):
     step: int | None = None
     steps: int | None = None
     loss: float | None = None
+    engine: str = ""
+    """Which engine runs it, where, under which job."""
+    tokens_per_s: float | None = None
+    memory_bytes: int | None = None
+    predicted_bytes: int | None = None
+    last_save: int | None = None
+    """Step of the newest save that has its name."""
+    warnings: tuple[str, ...] = ()
     next_command: str = ""
 
 
@@ -57,11 +67,39 @@ def run_status(run_dir: Path) -> RunStatus:
     if pid is None and unfinished is not None:
         review = unfinished.state.startswith("paused")
         command = f"shardwright {'review ' + str(run_dir / 'plan.json') if review else 'resume ' + str(run_dir)}"
-    step, loss = _last_step(run_dir)
-    steps = load_plan(run_dir / "plan.json").decision.recipe.schedule.steps if step is not None else None
+    last, record = _last_step(run_dir), load_record(run_dir)
+    steps = load_plan(run_dir / "plan.json").decision.recipe.schedule.steps if last is not None else None
     return RunStatus(
-        name=request.name, state=state, nodes=tuple(nodes), step=step, steps=steps, loss=loss, next_command=command
+        name=request.name,
+        state=state,
+        nodes=tuple(nodes),
+        step=None if last is None else last.step,
+        steps=steps,
+        loss=None if last is None else last.loss,
+        engine=engine_of(run_dir),
+        tokens_per_s=last.tokens / last.seconds if last is not None and last.seconds else None,
+        memory_bytes=None if last is None else last.peak_memory_bytes,
+        predicted_bytes=None if record is None else record.predicted_peak_bytes,
+        last_save=_last_save(run_dir),
+        warnings=() if record is None else record.warnings,
+        next_command=command,
     )
+
+
+def engine_of(run_dir: Path) -> str:
+    """Engine, place and job of the run's newest launch; empty before any."""
+    from shardwright.runtime.launch.engines import where
+
+    return where(run_dir)
+
+
+def _last_save(run_dir: Path) -> int | None:
+    steps = [
+        int(folder.name.removeprefix("step-"))
+        for folder in (run_dir / "checkpoints").glob("step-*")
+        if folder.name.removeprefix("step-").isdigit()
+    ]
+    return max(steps, default=None)
 
 
 def _node_state(event: dict[str, str] | None, pid: int | None) -> str:
@@ -75,18 +113,18 @@ def _node_state(event: dict[str, str] | None, pid: int | None) -> str:
     return "running" if pid is not None else "interrupted"
 
 
-def _last_step(run_dir: Path) -> tuple[int | None, float | None]:
+def _last_step(run_dir: Path) -> StepMetric | None:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
-        return None, None
+        return None
     for line in reversed(path.read_text(encoding="utf-8").splitlines()):
         try:
             metric = json.loads(line)
         except json.JSONDecodeError:
             continue  # cut off by a kill
-        if "step" in metric and "loss" in metric:
-            return int(metric["step"]), float(metric["loss"])
-    return None, None
+        if metric.pop("kind", "") == "step":
+            return StepMetric.model_validate(metric)
+    return None
 
 
 def event_lines(run_dir: Path) -> list[str]:

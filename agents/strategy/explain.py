@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
-from shardwright.agents.strategy.oracle import Priced, Scan
-from shardwright.agents.strategy.pareto import lost_because
-from shardwright.agents.strategy.words import gib, milliseconds, term
+from shardwright.agents.strategy.oracle import Priced
+from shardwright.agents.strategy.words import gib, milliseconds, rate, term
 from shardwright.schemas.cluster import ClusterSpec
-from shardwright.schemas.plan import SearchRecord
+from shardwright.schemas.plan import Alternative, SearchRecord
+from shardwright.schemas.strategy import ParallelStrategy
+from shardwright.search_spaces.axes import AXES
+from shardwright.search_spaces.axes.base import draws_of
+from shardwright.search_spaces.executable import runs
 
 
-def explain(scan: Scan, record: SearchRecord, cluster: ClusterSpec) -> tuple[str, ...]:
+def explain(
+    best: Priced, alternatives: tuple[Alternative, ...], record: SearchRecord, cluster: ClusterSpec
+) -> tuple[str, ...]:
     """What was chosen, what fills memory, what bounds the step, what the next best costs."""
-    sentences = [_chosen(scan.best, cluster), _memory(scan.best), _time(scan.best), _search(record)]
-    if not scan.best.within_margin:
+    sentences = [_chosen(best, cluster), _memory(best), _time(best), _search(record)]
+    if not best.within_margin:
         sentences.insert(2, "No plan keeps the safety margin of 5%; this one needs the least memory.")
-    if len(scan.ranked) > 1:
-        rival = scan.ranked[1]
-        sentences.append(f"The next best, {rival.strategy.text()}, lost: {lost_because(scan.best, rival)}.")
+    if alternatives:
+        rival = min(alternatives, key=lambda one: (not one.feasible, one.step_ms))
+        sentences.append(f"The next best, {rival.strategy.text()}, lost: {rival.lost_because}.")
+    unproved = unproved_choices(best.strategy)
+    if unproved:
+        sentences.append(f"To explore only, the runtime does not run this plan yet: {', '.join(unproved)}.")
     return tuple(sentences)
+
+
+def unproved_choices(strategy: ParallelStrategy) -> tuple[str, ...]:
+    """Axis values of the plan that the runtime does not run."""
+    draws = draws_of(strategy)
+    return tuple(f"{axis.name} = {draws[axis.name]}" for axis in AXES if not runs(axis.name, draws[axis.name]))
 
 
 def _chosen(best: Priced, cluster: ClusterSpec) -> str:
     strategy, mesh = best.strategy, best.strategy.mesh
     experts = f"experts placed on {mesh.ep} expert-parallel ranks" if mesh.ep > 1 else "no expert parallelism"
-    kept = "recomputes each layer in backward" if strategy.checkpointing == "full" else "keeps activations"
+    some = f"recomputes {len(strategy.checkpointed_layers)} layers in backward"
+    kept = {"full": "recomputes each layer in backward", "none": "keeps activations", "layers": some}
     weights = "drops gathered weights after each layer" if strategy.reshard_after_forward else "keeps gathered weights"
     return (
         f"{strategy.text()} on {cluster.world_size} × {cluster.device.name}: weights sharded over "
-        f"{mesh.shard * mesh.ep} ranks, {experts}, {strategy.micro_batch_sequences} sequence(s) a rank at once, "
-        f"{strategy.accumulation_steps} micro-batch(es) a step; it {kept} and {weights}."
+        f"{mesh.shard * mesh.ep * mesh.cp} ranks, {experts}, {strategy.micro_batch_sequences} sequence(s) a rank at "
+        f"once, {strategy.accumulation_steps} micro-batch(es) a step; it {kept[strategy.checkpointing]} and {weights}."
     )
 
 
@@ -51,16 +66,16 @@ def _time(best: Priced) -> str:
     parts = ", ".join(f"{term(c.name)} {c.milliseconds / time.step_ms:.0%}" for c in spent)
     exposed = sum(c.milliseconds for c in time.components if c.kind == "exposed_communication")
     return (
-        f"A step takes {milliseconds(time.step_ms)} ({time.tokens_per_s:.4g} tokens/s), bound by "
+        f"A step takes {milliseconds(time.step_ms)} ({rate(time.tokens_per_s)} tokens/s), bound by "
         f"{term(time.bound_by)}: {parts}; communication that nothing hides is {exposed / time.step_ms:.0%}."
     )
 
 
 def _search(record: SearchRecord) -> str:
     found = (
-        f"the study of {record.trials} trials came to {milliseconds(record.study_step_ms)} by itself"
+        f"a study of {record.trials} trials over the joint space came to {milliseconds(record.study_step_ms)}"
         if record.study_step_ms
-        else f"the study of {record.trials} trials found none that fits by itself"
+        else f"a study of {record.trials} trials over the joint space found none that fits"
     )
     return (
         f"All {record.legal_strategies} legal strategies were priced, {record.feasible_strategies} fit; the best takes "

@@ -9,10 +9,11 @@ from shardwright.schemas.errors import InfeasibleError
 from shardwright.schemas.lora import LoraTarget
 from shardwright.schemas.profile import CheckpointProfile
 from shardwright.schemas.recipe import Recipe
+from shardwright.search_spaces.context import SearchContext
 from shardwright.search_spaces.cost import workload
 from shardwright.search_spaces.cost.fusion import FusedProviders
-from shardwright.search_spaces.cost.memory import memory_report
-from shardwright.search_spaces.space import legal_strategies
+from shardwright.search_spaces.cost.memory import memory_of
+from shardwright.search_spaces.space import enumerate_plans
 
 LARGEST_WORLD = 4096
 SHORTEST_SEQUENCE = 128
@@ -75,10 +76,11 @@ def longest_sequence(
 
 def fits(profile: CheckpointProfile, recipe: Recipe, cluster: ClusterSpec, targets: tuple[LoraTarget, ...]) -> bool:
     """Whether any legal strategy stays within the budget, by memory alone."""
-    work, eager = workload(profile, recipe, targets), FusedProviders()
-    return any(
-        memory_report(work, cluster, strategy, eager).fits for strategy in legal_strategies(profile, recipe, cluster)
-    )
+    table = enumerate_plans(SearchContext(profile, recipe, cluster))
+    if not len(table):
+        return False
+    memory = memory_of(workload(profile, recipe, targets), cluster, table.plans, FusedProviders())
+    return bool(memory.fits.any())
 
 
 def grown(cluster: ClusterSpec, world: int) -> ClusterSpec:

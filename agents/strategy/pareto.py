@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwright.agents.strategy.oracle import Priced
+from shardwright.agents.strategy.oracle import Priced, Scan
 from shardwright.agents.strategy.words import gib, milliseconds, term
 from shardwright.schemas.plan import Alternative
 
@@ -27,12 +27,14 @@ def front(plans: tuple[Priced, ...]) -> tuple[Priced, ...]:
     return tuple(plan for plan in fitting if not any(dominates(other, plan) for other in fitting))
 
 
-def alternatives(ranked: tuple[Priced, ...]) -> tuple[Alternative, ...]:
-    """Rivals of the first plan: the rest of the front, then the next best, best first."""
-    best, rivals = ranked[0], ranked[1:]
-    on_front = {id(plan) for plan in front(ranked)}
-    chosen = [plan for plan in rivals if id(plan) in on_front][: SHOWN // 2]
-    chosen += [plan for plan in rivals if id(plan) not in on_front][: SHOWN - len(chosen)]
+def alternatives(best: Priced, rivals: Scan) -> tuple[Alternative, ...]:
+    """Rivals of the best plan: the front of time, memory and device-hours, then the next best; best first."""
+    first = [plan for plan in rivals.front(SHOWN) if plan.strategy != best.strategy][: SHOWN // 2]
+    names = {plan.strategy.model_dump_json() for plan in first}
+    next_best = [plan for plan in rivals.top(2 * SHOWN) if plan.strategy != best.strategy]
+    others = [plan for plan in next_best if plan.strategy.model_dump_json() not in names]
+    chosen = first + others[: SHOWN - len(first)]
+    on_front = {plan.strategy.model_dump_json() for plan in front((best, *chosen))} & names
     return tuple(
         Alternative(
             strategy=plan.strategy,
@@ -40,7 +42,7 @@ def alternatives(ranked: tuple[Priced, ...]) -> tuple[Alternative, ...]:
             reserved_bytes=plan.cost.memory.reserved_bytes,
             gpu_hours=plan.cost.gpu_hours,
             feasible=plan.cost.feasible,
-            pareto=id(plan) in on_front,
+            pareto=plan.strategy.model_dump_json() in on_front,
             lost_because=lost_because(best, plan),
         )
         for plan in sorted(chosen, key=lambda plan: plan.rank_key)

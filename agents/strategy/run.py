@@ -7,11 +7,14 @@ from pathlib import Path
 
 import optuna
 
+from shardwright.agents.strategy.complete import Completion
 from shardwright.agents.strategy.explain import explain
+from shardwright.agents.strategy.heuristics import habits
 from shardwright.agents.strategy.infeasible import infeasible
-from shardwright.agents.strategy.oracle import Price, scan
+from shardwright.agents.strategy.oracle import Priced, Pricer, scan
 from shardwright.agents.strategy.pareto import alternatives
-from shardwright.agents.strategy.study import SAMPLER, run_study
+from shardwright.agents.strategy.refine import refine
+from shardwright.agents.strategy.study import SAMPLER, Price, Progress, run_study
 from shardwright.schemas.canonical import sha256_of
 from shardwright.schemas.cluster import Calibration, ClusterSpec
 from shardwright.schemas.cost import CostReport
@@ -23,9 +26,13 @@ from shardwright.schemas.strategy import ParallelStrategy
 from shardwright.search_spaces.calibration import calibration_digest
 from shardwright.search_spaces.catalogue import cluster_digest
 from shardwright.search_spaces.context import SearchContext
-from shardwright.search_spaces.cost import price, workload
+from shardwright.search_spaces.cost import workload
+from shardwright.search_spaces.cost.routing import Loads
 from shardwright.search_spaces.legality import refuse
-from shardwright.search_spaces.space import legal_strategies
+from shardwright.search_spaces.space import enumerate_plans
+
+WARM_PLANS = 3
+"""Plans of the scan's ranking that a study starts from."""
 
 
 @dataclass(frozen=True)
@@ -49,24 +56,37 @@ def run_search(
     seed: int = 0,
     journal: Path,
     calibration: Calibration | None = None,
+    explore: bool = False,
+    loads: Loads = (),
+    time_budget_s: float | None = None,
+    warm_start: bool = True,
+    progress: Progress | None = None,
 ) -> SearchResult:
-    """Find the fastest strategy that fits, by the exhaustive scan, with a study beside it.
+    """Find the fastest strategy that fits: scan all, refine the best, and study the joint space beside it.
 
-    The result depends on the arguments alone: not on the clock, the machine or a journal left by
-    an interrupted run of the same search.
+    Without a time budget the result depends on the arguments alone: not on the clock, the machine or a
+    journal left by an interrupted run of the same search.
+
+    Args:
+        explore: also consider values that the runtime does not run; such a plan cannot be applied.
+        loads: measured share of rows by MoE layer and expert; a stated prior where empty.
+        warm_start: begin the study with common habits and the scan's best.
+        progress: told (trials done, trials wanted).
 
     Raises:
         LegalityError: no strategy is legal, with the rule and the nearest legal values.
         InfeasibleError: none fits, with the smallest changes that would.
     """
-    strategies = legal_strategies(profile, recipe, cluster)
-    context = SearchContext(profile, recipe, cluster)
-    if not strategies:
+    context = SearchContext(profile, recipe, cluster, explore, loads)
+    table = enumerate_plans(context)
+    if not len(table):
         raise refuse(context)
-    pricing = _cached_price(profile, recipe, cluster, lora_targets, calibration)
-    found = scan(strategies, pricing)
-    if not found.feasible:
-        raise infeasible(profile, recipe, cluster, lora_targets, found.best)
+    pricer = Pricer.of(workload(profile, recipe, lora_targets, loads), cluster, (), calibration)
+    found = scan(table, pricer)
+    complete = Completion(context, pricer)
+    best = refine(context, found, complete)
+    if not best.cost.feasible:
+        raise infeasible(profile, recipe, cluster, lora_targets, best)
     key = sha256_of(
         {
             "profile": profile.fingerprint.digest,
@@ -74,44 +94,55 @@ def run_search(
             "cluster": cluster_digest(cluster),
             "targets": sha256_of([target.model_dump(mode="json") for target in lora_targets]),
             "calibration": calibration_digest(calibration) if calibration else None,
-            "costs": sha256_of([plan.cost.model_dump(mode="json") for plan in found.ranked]),
+            "loads": sha256_of([list(map(str, layer)) for layer in loads]),
+            "explore": explore,
+            "costs": [float(found.columns.step_ms.sum()), float(found.columns.reserved.sum()), len(found)],
         }
     )
-    study = run_study(context, pricing, key=key, trials=trials, seed=seed, journal=journal)
+    start = (*habits(context), *(plan.strategy for plan in found.top(WARM_PLANS)), best.strategy) if warm_start else ()
+    study = run_study(
+        context,
+        _cached(pricer),
+        key=key,
+        trials=trials,
+        seed=seed,
+        journal=journal,
+        complete=complete,
+        start=tuple(dict(zip(map(str, start), start, strict=True)).values()),
+        time_budget_s=time_budget_s,
+        progress=progress,
+    )
+    oracle_ms = best.cost.time.step_ms
+    if study.best is not None:
+        best = min(best, Priced(study.best, pricer.report(study.best)), key=lambda plan: plan.rank_key)
+    rivals = alternatives(best, found)
     record = SearchRecord(
         sampler=SAMPLER,
         seed=seed,
         trials=study.trials,
-        legal_strategies=len(strategies),
-        feasible_strategies=len(found.feasible),
-        oracle_step_ms=found.best.cost.time.step_ms,
+        legal_strategies=len(found),
+        feasible_strategies=found.feasible,
+        oracle_step_ms=oracle_ms,
         study_step_ms=study.best_step_ms or 0.0,
         versions={"optuna": optuna.__version__},
     )
     return SearchResult(
-        best=found.best.strategy,
-        cost=found.best.cost,
-        alternatives=alternatives(found.ranked),
+        best=best.strategy,
+        cost=best.cost,
+        alternatives=rivals,
         record=record,
-        explanation=explain(found, record, cluster),
+        explanation=explain(best, rivals, record, cluster),
     )
 
 
-def _cached_price(
-    profile: CheckpointProfile,
-    recipe: Recipe,
-    cluster: ClusterSpec,
-    targets: tuple[LoraTarget, ...],
-    calibration: Calibration | None,
-) -> Price:
+def _cached(pricer: Pricer) -> Price:
     """Prices by strategy, each computed once: a study repeats itself."""
-    work = workload(profile, recipe, targets)
     known: dict[str, CostReport] = {}
 
     def priced(strategy: ParallelStrategy) -> CostReport:
         name = strategy.model_dump_json()
         if name not in known:
-            known[name] = price(work, cluster, strategy, (), calibration)
+            known[name] = pricer.report(strategy)
         return known[name]
 
     return priced

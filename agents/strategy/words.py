@@ -7,6 +7,11 @@ GIB = 2**30
 TERMS = {
     "frozen_base": "the frozen base",
     "gather_buffers": "gathered layers",
+    "kept_layers": "gathered layers that are kept",
+    "node_shards": "layers kept over the ranks of a node",
+    "unpacked_layer": "one layer's unpacked weights",
+    "gathered_tokens": "tokens gathered for tensor parallelism",
+    "host_overflow": "what host memory cannot hold",
     "gather_staging": "the all-gather buffer",
     "gathered_root": "the gathered embedding and head",
     "activations": "activations",
@@ -29,6 +34,14 @@ TERMS = {
     "weight_gathers": "gathering weights",
     "weight_gathers_hidden": "gathering weights behind computation",
     "expert_all_to_all": "exchanging routed rows",
+    "gather_copies": "copying gathered weights",
+    "expert_all_to_all_hidden": "exchanging rows behind computation",
+    "tensor_parallel": "tensor-parallel collectives",
+    "context_ring": "keys and values around the ring",
+    "host_copies": "copies from and to host memory",
+    "pipeline_bubble": "waiting for the pipeline",
+    "pipeline_sends": "messages between pipeline stages",
+    "dequantise": "unpacking weights",
     "optimizer": "the optimizer",
     "launch": "launching operators",
 }
@@ -47,3 +60,8 @@ def gib(size: float) -> str:
 def milliseconds(value: float) -> str:
     """Milliseconds, or seconds from 1 s up."""
     return f"{value / 1e3:.2f} s" if value >= 1e3 else f"{value:.3g} ms"
+
+
+def rate(value: float) -> str:
+    """A rate without an exponent: whole from 100 up, with thousands apart."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,7 +1,7 @@
 """Capture: one decoder layer of each kind, its experts' arithmetic, and the region around the layers.
 
-``torch.export`` (non-strict) on meta tensors in training mode. A layer that cannot be exported becomes one opaque node
-with the reason; nothing is ever proposed inside it.
+``torch.export`` (non-strict) on meta tensors in training mode, then ``make_fx`` where that fails. A layer that neither
+can trace becomes one opaque node with the reason; nothing is ever proposed inside it.
 
 Legend: T tokens (batch × sequence), K experts per token.
 """
@@ -16,24 +16,16 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from shardwright.agents.structure.flatten import flatten
+from shardwright.agents.structure.expert_body import body_of
 from shardwright.agents.structure.kinds import KindGroup, group_layers
 from shardwright.agents.structure.opaque import ExpertsCall, OpaqueExperts
 from shardwright.agents.structure.skeleton import LayerInputs, find_layers, trace_skeleton
+from shardwright.agents.structure.trace import TRACE_ERRORS, Traced, of_program, trace_call
 from shardwright.schemas.errors import CheckpointError
 from shardwright.schemas.profile import LayerKind
 
-CAPTURE_ERRORS: tuple[type[Exception], ...] = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    KeyError,
-    IndexError,
-    AssertionError,
-    torch._dynamo.exc.TorchDynamoException,
-)
-"""What torch.export raises for code it cannot trace; each becomes an opaque node with its reason."""
+CAPTURE_ERRORS = TRACE_ERRORS
+"""What tracing raises for code it cannot trace; each becomes an opaque node with its reason."""
 
 EXPERTS_SUFFIX = "/experts"
 HIDDEN = "hidden_states"
@@ -95,22 +87,6 @@ def training(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-@contextmanager
-def batched_experts(module: nn.Module) -> Iterator[None]:
-    """The batched spelling of an experts module while open; classes without a choice keep their own."""
-    config = getattr(module, "config", None)
-    name = "_experts_implementation_internal"
-    if config is None or not hasattr(config, name):
-        yield
-        return
-    before = getattr(config, name)
-    try:
-        setattr(config, name, "batched_mm")
-        yield
-    finally:
-        setattr(config, name, before)
-
-
 def capture_model(model: nn.Module, kinds: tuple[LayerKind, ...], num_layers: int) -> tuple[CapturedGraph, ...]:
     """Capture one layer of each kind, the experts inside it, and the model around the layers.
 
@@ -138,8 +114,8 @@ def capture_model(model: nn.Module, kinds: tuple[LayerKind, ...], num_layers: in
                 next_action="check that config.json's sizes fit each other; this family may need its own capture rule",
             ) from error
         for group in group_layers(layers, kinds):
-            captured.extend(_capture_layer(layers, path, group, inputs[group.indices[0]]))
-    whole = _graph(program, "final", "", ("",), model)
+            captured.extend(_capture_layer(layers, path, group, inputs))
+    whole = _graph(of_program(program), "final", "", ("",), model)
     assert whole.graph is not None
     before, after = split_at_layers(whole.graph)
     captured.append(replace(whole, kind="embedding", graph=before))
@@ -178,10 +154,16 @@ def capture_module(
         return tuple(_capture(module, PlainCall(module), tensors, kind, (path,)))
 
 
-def _capture_layer(layers: nn.ModuleList, path: str, group: KindGroup, inputs: LayerInputs) -> Iterator[CapturedGraph]:
-    layer = layers[group.indices[0]]
+def _capture_layer(
+    layers: nn.ModuleList, path: str, group: KindGroup, inputs: dict[int, LayerInputs]
+) -> Iterator[CapturedGraph]:
+    layer, called = layers[group.indices[0]], inputs.get(group.indices[0])
     places = tuple(f"{path}.{i}" for i in group.indices)
-    yield from _capture(layer, LayerCall(layer, inputs), inputs.tensors, group.name, places)
+    if called is None:
+        reason = "the model's forward does not call this layer"
+        yield CapturedGraph(group.name, places[0], places, layer, None, {}, "opaque", reason)
+        return
+    yield from _capture(layer, LayerCall(layer, called), called.tensors, group.name, places)
 
 
 def _capture(
@@ -191,44 +173,39 @@ def _capture(
     opaque = OpaqueExperts(module)
     try:
         with opaque.installed():
-            program = torch.export.export(call, tensors, strict=False)
+            traced = trace_call(call, tensors)
     except CAPTURE_ERRORS as error:
         yield _failed(kind, places[0], places, module, error)
         return
-    yield _graph(program, kind, places[0], places, module)
+    yield _graph(traced, kind, places[0], places, module)
     for inner in opaque.calls.values():
-        inner_places = tuple(".".join(part for part in (place, inner.path) if part) for place in places)
+        body = body_of(inner)
+        path = ".".join(part for part in (inner.path, body.path) if part)
+        inner_places = tuple(".".join(part for part in (place, path) if part) for place in places)
         try:
-            with batched_experts(inner.module):
-                wrapped = PlainCall(inner.module, () if inner.leading else inner.names)
-                body = torch.export.export(wrapped, inner.values, strict=False)
+            with body.spelled():
+                traced = trace_call(PlainCall(body.module, body.names), body.values)
         except CAPTURE_ERRORS as error:
-            yield _failed(kind + EXPERTS_SUFFIX, inner_places[0], inner_places, inner.module, error, inner)
+            yield _failed(kind + EXPERTS_SUFFIX, inner_places[0], inner_places, body.module, error, inner)
             continue
-        yield _graph(body, kind + EXPERTS_SUFFIX, inner_places[0], inner_places, inner.module, inner)
+        yield _graph(traced, kind + EXPERTS_SUFFIX, inner_places[0], inner_places, body.module, inner)
 
 
 def _graph(
-    program: torch.export.ExportedProgram,
+    traced: Traced,
     kind: str,
     module_path: str,
     occurrences: tuple[str, ...],
     module: nn.Module,
     call: ExpertsCall | None = None,
 ) -> CapturedGraph:
-    signature = program.graph_signature
     leaves: dict[str, tuple[Literal["parameter", "buffer", "input"], str]] = {}
-    for placeholder, name in signature.inputs_to_parameters.items():
-        leaves[placeholder] = ("parameter", _qualified(name, module_path))
-    for placeholder, name in {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}.items():
-        leaves[placeholder] = ("buffer", _qualified(name, module_path))
-    for position, placeholder in enumerate(signature.user_inputs):
-        if isinstance(placeholder, str):
-            label = _value_name(call, position) if call else placeholder
-            leaves[placeholder] = ("input", label)
-    return CapturedGraph(
-        kind, module_path, occurrences, module, flatten(program.graph_module), leaves, "export", "", call
-    )
+    for placeholder, (group, name) in traced.leaves.items():
+        leaves[placeholder] = (group, _qualified(name, module_path))
+    for position, placeholder in enumerate(traced.inputs):
+        label = _value_name(call, position) if call else placeholder
+        leaves[placeholder] = ("input", label)
+    return CapturedGraph(kind, module_path, occurrences, module, traced.graph, leaves, traced.method, "", call)
 
 
 def _value_name(call: ExpertsCall, position: int) -> str:

@@ -17,6 +17,8 @@ MODEL_TIE = 1.1
 
 _OWN, _EAGER = "shardwright", "eager"
 _SPANNING = frozenset(pattern.name for pattern in PATTERNS if pattern.spans_modules)
+_FOUND_ONLY = frozenset(pattern.name for pattern in PATTERNS if not pattern.costed)
+"""Regions with no variant but eager: they are shown, and give way to every other region."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,6 @@ def settle(proposals: tuple[FusionProposal, ...], cluster: ClusterSpec, mesh: Me
 
 def _priority(proposal: FusionProposal, choice: Choice) -> tuple[int, bool, int, str]:
     provider = choice.variant.provider if choice.variant else ""
-    rank = {_OWN: 0, _EAGER: 2, "": 3}.get(provider, 1)
+    rank = 4 if proposal.pattern in _FOUND_ONLY else {_OWN: 0, _EAGER: 2, "": 3}.get(provider, 1)
     spans = proposal.pattern in _SPANNING and provider != _OWN
     return rank, spans, -len(proposal.certificate.matched_nodes), proposal.id

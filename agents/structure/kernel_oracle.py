@@ -18,6 +18,9 @@ def kernel_reference(match: Match) -> Callable[[Tensors], Tensors] | None:
     """The plain reference of the kernel that could replace a match, by role; ``None`` where there is none."""
     from shardwright.kernels.registry import OPERATORS
 
+    own = match.pattern.kernel_reference(match)
+    if own is not None:
+        return own
     for variant in match.pattern.variants():
         fits = not variant.forms or match.constants.get("form") in variant.forms
         if variant.provider == "shardwright" and fits and variant.op in OPERATORS and variant.op in OPERANDS:

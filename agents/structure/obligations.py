@@ -38,10 +38,15 @@ def no_escaping_value(match: Match, facts: ModelFacts) -> tuple[Status, str]:
 def no_mutation_or_alias(match: Match, facts: ModelFacts) -> tuple[Status, str]:
     storages, (first, last) = match.region.canonical.storages, match.region.interval
     members = (*match.region.border, *match.region.nodes)
+    own = 0
     for mutation in storages.mutations:
         inside = mutation.node in match.region.nodes
-        touches = any(storages.share(w, m) for w in mutation.written for m in members)
-        if touches and (inside or mutation.position > first):
+        if not any(storages.share(w, m) for w in mutation.written for m in members):
+            continue
+        reaches_out = any(storages.share(w, b) for w in mutation.written for b in match.region.border)
+        if inside and not reaches_out:
+            own += 1
+        elif inside or mutation.position > first:
             where = "inside" if inside or mutation.position < last else "after"
             return "refuted", f"{mutation.node.name} writes in place to a value of the region, {where} it"
     inputs = {role: node for node, role in match.region.border.items()}
@@ -51,10 +56,9 @@ def no_mutation_or_alias(match: Match, facts: ModelFacts) -> tuple[Status, str]:
             if inputs[one] is not inputs[other] and storages.share(inputs[one], inputs[other]):
                 return "refuted", f"inputs {one} and {other} may share memory"
     count = len(storages.mutations)
-    return (
-        "proved",
-        f"{count} in-place writes in the graph, none to the region's {len(members)} values from its start on",
-    )
+    beside = f"; {own} by the region itself to values that it made and nothing else reads" if own else ""
+    text = f"{count} in-place writes in the graph, none from outside to the region's {len(members)} values"
+    return "proved", f"{text} from its start on{beside}"
 
 
 def no_randomness(match: Match, facts: ModelFacts) -> tuple[Status, str]:
@@ -169,14 +173,16 @@ def re_trace(match: Match, facts: ModelFacts) -> tuple[Status, str]:
 def differential_test(match: Match, facts: ModelFacts) -> tuple[Status, str]:
     if match.seam:
         return "unknown", "the sum and the norm lie in two captures"
-    sizes = choose_sizes(match.region)
+    sizes, trained = choose_sizes(match.region), match.pattern.gradients(match)
     cases, region = match.pattern.cases(match, sizes), Fp64Region(match.region, sizes)
     try:
-        seen = compare(region, lambda v: match.pattern.oracle(v, match.constants), cases, match.pattern.trainable)
+        seen = compare(
+            region, lambda v: match.pattern.oracle(v, match.constants), cases, match.pattern.gradients(match)
+        )
         kernel = kernel_reference(match)
         beside = ""
         if kernel is not None:
-            second = compare(region, kernel, cases, match.pattern.trainable)
+            second = compare(region, kernel, cases, trained)
             seen = max(seen, second, key=lambda c: c.error)
             beside = " and the kernel's reference"
         more = match.pattern.second_opinion(match)

@@ -76,18 +76,21 @@ def variants(match: Match, target: Target, *, adapted: bool) -> tuple[Variant, .
         adapted: whether a LoRA target lies inside the region.
     """
     shape = match.pattern.cost_shape(match, target.tokens)
-    eager = timing(match.pattern.name, "eager", shape, target)
+    eager = timing(match.pattern.name, "eager", shape, target) if match.pattern.costed else None
     made = [_variant(match, spec, target, shape, eager, adapted) for spec in match.pattern.variants()]
     return tuple(sorted(made, key=lambda v: (not v.available, v.gain.time_ms if v.gain else float("inf"), v.name)))
 
 
 def _variant(
-    match: Match, spec: VariantSpec, target: Target, shape: dict[str, int], eager: Timing, adapted: bool
+    match: Match, spec: VariantSpec, target: Target, shape: dict[str, int], eager: Timing | None, adapted: bool
 ) -> Variant:
     because = _unavailable(match, spec, target, adapted)
     gain = None
-    if spec.provider != "shardwright" or registered(spec.op):
-        gain = _gain(match.pattern.name, spec.provider, shape, eager, target)
+    if eager is not None and (spec.provider != "shardwright" or registered(spec.op)):
+        op, sizes = match.pattern.name, shape
+        if spec.provider == "shardwright":
+            op, sizes = match.pattern.kernel_cost(match, spec, target.tokens)
+        gain = _gain(op, spec.provider, sizes, eager, target)
     return Variant(
         name=spec.name,
         provider=spec.provider,
@@ -123,6 +126,11 @@ def _outside_contract(match: Match, op: str, target: Target) -> str:
     """Why an operator's own contract refuses these sizes and formats; empty where it accepts them."""
     contract = importlib.import_module(f"shardwright.kernels.{op}.contract")
     dtype = getattr(torch, target.dtype)
+    try:
+        if match.pattern.check_kernel(match, op, dtype):
+            return ""
+    except KernelError as error:
+        return error.what
     tensors = []
     for role in OPERANDS[op]:
         spec = match.region.spec(role)

@@ -15,7 +15,7 @@ from shardwright.kernels.add_rms_norm import configs, op
 from shardwright.kernels.add_rms_norm.cost import cost
 from shardwright.kernels.add_rms_norm.reference import add_rms_norm_reference
 from shardwright.kernels.add_rms_norm.triton import add_rms_norm_bwd_kernel, add_rms_norm_fwd_kernel
-from shardwright.kernels.cases import BenchCase, Function, OpSuite, Shape, SweepCase, normal, normal_on_device
+from shardwright.kernels.cases import FAR, BenchCase, Function, OpSuite, Shape, SweepCase, normal, normal_on_device
 from shardwright.kernels.compile_gate import CompileCase
 from shardwright.kernels.launch import Launch
 from shardwright.kernels.rms_norm.cases import (
@@ -112,6 +112,7 @@ SUITE = OpSuite(
         {"T": 3, "H": 1000},
     ),
     large_shapes=({"T": 4097, "H": 7168}, {"T": 1025, "H": 8192}, {"T": 8191, "H": 576}),
+    far_rows=FAR,
     bench=(BenchCase("add-rmsnorm/16kx7168", LARGE, torch.bfloat16, ("fwd", "bwd", "fwd+bwd", "fwd+dx")),),
     sweep=(
         SweepCase("fwd", 4 * SWEEP_ELEMENTS * 2, lambda H: row_launches(H, False), sweep_forward),

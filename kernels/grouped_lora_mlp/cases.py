@@ -7,23 +7,33 @@ Legend: R rows, E experts, H hidden, I expert width, F = 2I, r rank.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwright.kernels.cases import BenchCase, Function, OpSuite, Shape, normal_on_device
-from shardwright.kernels.compile_gate import CompileCase
-from shardwright.kernels.grouped_lora_mlp import configs, rivals
+from shardwright.kernels.cases import BadInput, BenchCase, Function, OpSuite, Run, Shape, normal_on_device, row_facts
+from shardwright.kernels.compile_gate import AnyCase
+from shardwright.kernels.grouped_lora_mlp import rivals
 from shardwright.kernels.grouped_lora_mlp.contract import Activation, Layout
 from shardwright.kernels.grouped_lora_mlp.cost import cost
 from shardwright.kernels.grouped_lora_mlp.op import Adapter, grouped_lora_mlp
 from shardwright.kernels.grouped_lora_mlp.reference import grouped_lora_mlp_reference
-from shardwright.kernels.grouped_lora_mlp.triton import activation_bwd_kernel, gate_up_kernel, rows_kernel
+from shardwright.kernels.launched import cases_of, meta, noted
+from shardwright.kernels.passes import timed_pass
 
 SCALINGS = (0.5, 0.25)
 RANK = 16
+SPILLS = {
+    "hopper_product_kernel": (
+        128,
+        "three consumers of 160 registers and a producer of 32 fill the register file: the fused activation spills "
+        "120 bytes",
+    )
+}
+"""Spilled bytes a thread that a kernel may have, and why."""
+
 SMALL: dict[tuple[int, int], tuple[int, ...]] = {
     (30, 4): (7, 0, 22, 1),
     (210, 3): (0, 210, 0),
@@ -38,14 +48,6 @@ def counts(R: int, E: int, device: str) -> Tensor:
     """Rows of each expert; equal parts where the sizes are none of ``SMALL``."""
     equal = tuple(R // E + (e < R % E) for e in range(E))
     return torch.tensor(SMALL.get((R, E), equal), dtype=torch.int32, device=device)
-
-
-def frozen(y: Tensor, *base: Tensor) -> Tensor:
-    """``y``, with zero gradients for base weights that a verification differentiates with respect to."""
-    for weight in base:
-        if weight.requires_grad:
-            y = y + 0 * weight.sum().to(y.dtype)
-    return y
 
 
 def inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> tuple[Tensor, ...]:
@@ -63,7 +65,7 @@ def fused(x: Tensor, gate_up: Tensor, down: Tensor, *factors: Tensor) -> tuple[T
     if factors:
         up, low = Adapter(factors[0], factors[1], SCALINGS[0]), Adapter(factors[2], factors[3], SCALINGS[1])
     n = counts(x.shape[0], gate_up.shape[0], str(x.device))
-    return (frozen(grouped_lora_mlp(x, n, gate_up.detach(), down.detach(), up=up, low=low), gate_up, down),)
+    return (grouped_lora_mlp(x, n, gate_up, down, up=up, low=low),)
 
 
 def reference(x: Tensor, gate_up: Tensor, down: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
@@ -71,8 +73,7 @@ def reference(x: Tensor, gate_up: Tensor, down: Tensor, *factors: Tensor) -> tup
     if factors:
         up, low = (factors[0], factors[1], SCALINGS[0]), (factors[2], factors[3], SCALINGS[1])
     n = counts(x.shape[0], gate_up.shape[0], str(x.device))
-    y = grouped_lora_mlp_reference(x, n, gate_up.detach(), down.detach(), up, low, Activation(), Layout())
-    return (frozen(y, gate_up, down),)
+    return (grouped_lora_mlp_reference(x, n, gate_up, down, up, low, Activation(), Layout()),)
 
 
 @cache
@@ -92,63 +93,53 @@ def grouped_mm_mlp() -> Function:
     return mlp
 
 
-def _arguments(kernel: Any, constants: dict[str, Any], blocks: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    types: dict[str, str] = {}
-    for name in kernel.arg_names:
-        if name in constants:
-            continue
-        if name.endswith("_desc"):
-            types[name] = f"tensordesc<bf16{blocks[name]}>"
-        elif name in ("expert_ptr", "first_ptr", "last_ptr", "tiles_ptr", "entry_ptr"):
-            types[name] = "*i32"
-        elif name.endswith("_ptr"):
-            types[name] = "*fp32" if name == "part_ptr" else "*bf16"
-        else:
-            types[name] = "i32"
-    aligned = [n for n in types if n.endswith("_ptr") or n in ("H", "I", "F", "N", "K", "RANK")]
-    return types, aligned
+def facts(case: BenchCase) -> dict[str, float]:
+    """The distribution of rows over experts."""
+    return row_facts(counts(case.shape["R"], case.shape["E"], "cuda"))
 
 
-def compile_cases(*, gather: bool, lora: bool) -> tuple[CompileCase, ...]:
-    """The shipped bf16 configurations of the three products, as they run in training."""
-    activation = {"STEP": 1, "KIND": "swiglu", "P0": 1.0, "P1": 1.0, "P2": 0.0, "GATED": True}
-    shared = {"GROUP": 1, "LORA": lora, "RP": 16}
-    up, rows, back = (f(2, 0, 1) for f in (configs.gate_up, configs.rows, configs.activation_bwd))
-    plans = [
-        (
-            "gate_up",
-            gate_up_kernel,
-            up,
-            True,
-            {**activation, "GATHER": gather, "EVEN": True, "SPLIT": False, "SAVE": True},
+def extras(case: BenchCase, name: str) -> dict[str, Run]:
+    """Our own time at the same size without adapters, for a case that has them."""
+    if not case.shape.get("r"):
+        return {}
+    bare = replace(case, shape={key: size for key, size in case.shape.items() if key != "r"})
+    return {"without_lora": timed_pass(SUITE, bare, SUITE.fused, name)}
+
+
+def launched(label: str, size: Shape, dtype: torch.dtype = torch.bfloat16) -> tuple[AnyCase, ...]:
+    """Every launch of the operator and its gradients at one size, as in training."""
+    R, E, H, I, r = (size.get(n, 0) for n in ("R", "E", "H", "I", "r"))
+
+    def call() -> Tensor:
+        up = low = None
+        if r:
+            factors = ((E, r, H), (E, 2 * I, r), (E, r, I), (E, H, r))
+            a, b, c, d = (meta(shape, dtype, learns=True) for shape in factors)
+            up, low = Adapter(a, b, SCALINGS[0]), Adapter(c, d, SCALINGS[1])
+        x, n = meta((R, H), dtype, learns=True), meta((E,), torch.int32)
+        return grouped_lora_mlp(x, n, meta((E, 2 * I, H), dtype), meta((E, H, I), dtype), up=up, low=low)
+
+    return noted(cases_of(label, call), spills=SPILLS)
+
+
+def bad_inputs(device: str) -> tuple[BadInput, ...]:
+    x, up, low = (torch.ones(size, device=device) for size in ((4, 16), (2, 16, 16), (2, 16, 8)))
+    n = torch.tensor([2, 2], device=device)
+    a, b = torch.ones((2, 3, 16), device=device), torch.ones((2, 16, 3), device=device)
+    narrow = tuple(torch.ones(size, device=device) for size in ((4, 6), (2, 16, 6), (2, 6, 8)))
+    odd = Activation("clamped_swiglu", (-1.0, 1.0, 0.0))
+    return (
+        BadInput("counts-of-other-experts", "wrong-shape", lambda: grouped_lora_mlp(x, n[:1], up, low)),
+        BadInput("counts-of-floats", "dtype-unsupported", lambda: grouped_lora_mlp(x, n.float(), up, low)),
+        BadInput("counts-with-gaps", "not-contiguous", lambda: grouped_lora_mlp(x, n.repeat(2)[::2], up, low)),
+        BadInput("x-transposed", "not-contiguous", lambda: grouped_lora_mlp(x.repeat(4, 1).mT, n, up, low)),
+        BadInput("width-not-whole-vectors", "misaligned-width", lambda: grouped_lora_mlp(narrow[0], n, *narrow[1:])),
+        BadInput("base-learns", "trains-the-base", lambda: grouped_lora_mlp(x, n, up.clone().requires_grad_(), low)),
+        BadInput(
+            "ranks-differ", "wrong-shape", lambda: grouped_lora_mlp(x, n, up, low, up=Adapter(a, b[..., :2], 1.0))
         ),
-        ("down", rows_kernel, rows, True, {}),
-        ("dx", rows_kernel, rows, False, {}),
-        (
-            "activation_bwd",
-            activation_bwd_kernel,
-            back,
-            False,
-            {
-                **activation,
-                "GATHER": gather,
-                "EVEN": True,
-                "WEIGHTED": gather,
-                "PARTS": gather,
-                "STRIP": configs.STRIP_ROWS,
-            },
-        ),
-    ]
-    found = []
-    for name, kernel, at, n_first, more in plans:
-        constants = {**shared, **more, "BN": at.BN, "BK": at.BK, "N_FIRST": n_first}
-        weight = f"[1, {at.BN}, {at.BK}]" if n_first else f"[1, {at.BK}, {at.BN}]"
-        blocks = {f"{x}{n}_desc": f"[{n}, {at.BK}]" for x in "xd" for n in (128, 64, 32)}
-        blocks |= {"gate_desc": weight, "up_desc": weight, "w_desc": weight}
-        types, aligned = _arguments(kernel, constants, blocks)
-        label = f"{name}/{'tokens' if gather else 'rows'}/{'lora' if lora else 'base'}"
-        found.append(CompileCase(label, kernel, types, constants, tuple(aligned), at.warps, at.stages))
-    return tuple(found)
+        BadInput("negative-limit", "bad-parameter", lambda: grouped_lora_mlp(x, n, up, low, activation=odd)),
+    )
 
 
 NAMES = ("x", "gate_up", "down")
@@ -165,7 +156,8 @@ def _suite(lora: bool) -> OpSuite:
         inputs=inputs,
         input_names=(*NAMES, *FACTORS) if lora else NAMES,
         output_names=("y",),
-        frozen=("gate_up", "down"),
+        frozen=(),
+        constant=("gate_up", "down"),
         fused=fused,
         reference=reference,
         cost=cost,
@@ -173,7 +165,10 @@ def _suite(lora: bool) -> OpSuite:
         small_shapes=tuple({"R": R, "E": E, "H": 72, "I": 40, **small} for R, E in SMALL),
         large_shapes=({"R": 5000, "E": 7, "H": 1024, "I": 384, **rank},),
         bench=(BenchCase(f"{prefix}/k3-ep64", {**K3, **rank}, torch.bfloat16, ("fwd", "fwd+dx")),),
-        compile_cases=compile_cases(gather=False, lora=lora),
+        compile_cases=lambda: launched(f"{prefix}/k3-ep64", {**K3, **rank}),
+        extras=extras,
+        facts=facts,
+        bad_inputs=None if lora else bad_inputs,
     )
 
 

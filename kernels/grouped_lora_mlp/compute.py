@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwright.kernels.grouped_lora_mlp import launches
 from shardwright.kernels.grouped_lora_mlp.contract import Activation, Layout
-from shardwright.kernels.grouped_lora_mlp.launches import LowRank, Rows
+from shardwright.kernels.grouped_lora_mlp.rows import LowRank, Rows
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Gradients:
     dx: Tensor | None
     """Rows [R, H], not yet summed to tokens."""
     part: Tensor | None
-    """fp32 [R, columns]: summed over columns, the gradient of each row's routing weight."""
+    """fp32 [R]: the gradient of each row's routing weight."""
     up_a: Tensor | None
     up_b: Tensor | None
     down_a: Tensor | None
@@ -83,7 +83,7 @@ def forward(choice: Choice, w: Weights, x: Tensor, rows: Rows, keep: bool) -> tu
         launches.launch_shrink(h, w.down_a, 1, I, choice.down_scaling, rows, False, z_down)
         low = LowRank(z_down, w.down_b, rank, rank, 1)
     y = x.new_empty((R, H))
-    launches.launch_rows(h, w.down, choice.layout.order == "out_in", rows, low, y)
+    launches.launch_product(h, w.down, choice.layout.order == "out_in", rows, low, y)
     if not keep:
         return y, Kept(None, None, None, None)
     return y, Kept(gu, h if z_down is not None else None, z_up, z_down)
@@ -119,14 +119,12 @@ def backward(
         t_down = x.new_empty((R, rank))
         launches.launch_shrink(dout, w.down_b, rank, 1, choice.down_scaling, rows, True, t_down)
         low = LowRank(t_down, w.down_a, rank, 1, I)
+    dh = x.new_empty((R, I))
+    # The product runs over H: stored [E, H, I] means depth first.
+    launches.launch_product(dout, w.down, choice.layout.order == "in_out", rows, low, dh, gather=True)
     dgu = x.new_empty((R, F))
-    part = None
-    if wants_part:
-        columns = launches.bwd_columns(x.element_size(), rows, I)
-        part = torch.empty((R, columns), dtype=torch.float32, device=x.device)
-    launches.launch_activation_bwd(
-        dout, w.down, rows, low, choice.activation, choice.layout, kept.gu, weights, dgu, part
-    )
+    part = torch.empty(R, dtype=torch.float32, device=x.device) if wants_part else None
+    launches.launch_activation_bwd(dh, rows, choice.activation, choice.layout, kept.gu, weights, dgu, part)
     t_up = low = None
     if w.up_a is not None and w.up_b is not None:
         rank = w.up_a.shape[1]
@@ -136,7 +134,7 @@ def backward(
     dx = None
     if wants_x:
         dx = x.new_empty((R, H))
-        launches.launch_rows(dgu, w.gate_up, choice.layout.order == "in_out", rows, low, dx)
+        launches.launch_product(dgu, w.gate_up, choice.layout.order == "in_out", rows, low, dx)
     up_a = up_b = down_a = down_b = None
     if wants_up and w.up_a is not None and w.up_b is not None:
         assert t_up is not None and kept.z_up is not None

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwright.kernels.permute.configs import TILE_ROWS
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -19,6 +21,16 @@ class Tile:
     stages: int
 
 
+@dataclass(frozen=True)
+class Strip:
+    """One launch that streams rows: rows and columns of a step."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
 MANY_ROWS = 1024
 """From so many rows an expert on, row tiles of one expert fill the device: they share weight tiles in groups."""
 
@@ -26,36 +38,42 @@ WIDE_VALUES = Tile(BN=32, BK=32, group=1, warps=4, stages=2)
 """fp32 runs without the matrix units' 16-bit path; it is there for checking, not for speed."""
 
 
-def gate_up(value_bytes: int, rows: int, experts: int) -> Tile:
-    """Two weight tiles a step: gate and up."""
+def product(value_bytes: int, rows: int, experts: int) -> Tile:
+    """One weight tile a step."""
     if value_bytes == 4:
         return WIDE_VALUES
-    return Tile(BN=128, BK=64, group=_group(rows, experts), warps=8, stages=3)
+    return Tile(BN=256, BK=64, group=group(rows, experts), warps=8, stages=3)
 
 
-def rows(value_bytes: int, rows: int, experts: int) -> Tile:
-    """One weight tile a step; the down product, and dx."""
-    if value_bytes == 4:
-        return WIDE_VALUES
-    return Tile(BN=256, BK=64, group=_group(rows, experts), warps=8, stages=3)
-
-
-def activation_bwd(value_bytes: int, rows: int, experts: int) -> Tile:
-    """One weight tile a step and an epilogue that reads both pre-activations."""
-    if value_bytes == 4:
-        return WIDE_VALUES
-    return Tile(BN=256, BK=64, group=_group(rows, experts), warps=8, stages=3)
-
-
-def _group(rows: int, experts: int) -> int:
+def group(rows: int, experts: int) -> int:
+    """Row tiles that share a weight tile before the next column."""
     return 8 if rows >= MANY_ROWS * experts else 1
 
 
-STRIP_ROWS = 32
-"""Rows whose activation gradient one step computes."""
+FILL = 0.72
+"""Least share of a full tile that an expert's equal tiles must hold for the Hopper product: it pads rows to 64."""
 
-SHRINK_ROWS, SHRINK_COLUMNS, SHRINK_WARPS, SHRINK_STAGES = 64, 128, 4, 4
-GRAD_ROWS, GRAD_COLUMNS, GRAD_WARPS, GRAD_STAGES = 64, 128, 4, 4
+
+def prefers_hopper(rows: int, experts: int) -> bool:
+    """Whether tiles of evenly routed rows are full enough for consumers that own 64 rows each."""
+    mean = rows / max(experts, 1)
+    tiles = -(-mean // TILE_ROWS)
+    return bool(tiles) and mean >= FILL * tiles * TILE_ROWS
+
+
+ACTIVATION = Strip(rows=8, columns=256, warps=4, stages=3)
+ADAPTER_GRAD = Strip(rows=32, columns=256, warps=4, stages=4)
+FEW_ROWS = 384
+"""Below so many rows an expert, gathered rows shrink faster in strips of 32."""
+
+
+def shrink(rows: int, experts: int, gathered: bool) -> Strip:
+    """The low-rank product of rows."""
+    few = gathered and rows < FEW_ROWS * experts
+    return Strip(rows=32 if few else 64, columns=128, warps=4, stages=4)
+
+
+ZERO_WORDS, ZERO_WARPS = 512, 4
 
 
 def rank_columns(rank: int) -> int:

@@ -40,7 +40,7 @@ def cost(
         flops=products + 2 * low + 16 * R * I,
         bytes_read=stacks + adapters + R * (H + 3 * F + I + (2 * H + 2 * F + I + 8 * r) * (r > 0)) * b,
         bytes_written=R * (F + I + H + 2 * r) * b + adapters,
-        launches=8 if r else 2,
+        launches=9 if r else 3,
         workspace_bytes=R * (F + 2 * r) * b,
         floor_flops=products + 2 * low,
         floor_bytes=stacks + 2 * adapters + R * (2 * H + F) * b,

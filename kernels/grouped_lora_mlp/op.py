@@ -17,7 +17,8 @@ from shardwright.kernels.dispatch import direct, wants_gradient
 from shardwright.kernels.grouped_lora_mlp import compute, contract
 from shardwright.kernels.grouped_lora_mlp.compute import Choice, Kept, Weights
 from shardwright.kernels.grouped_lora_mlp.contract import Activation, Layout
-from shardwright.kernels.grouped_lora_mlp.launches import Rows
+from shardwright.kernels.grouped_lora_mlp.launches import launch_zero_tail
+from shardwright.kernels.grouped_lora_mlp.rows import Rows
 from shardwright.kernels.guards import refuse
 from shardwright.kernels.permute.configs import most_tiles
 from shardwright.kernels.permute.op import Tiles, make_tiles, tile_buffer_size
@@ -116,15 +117,10 @@ def run_forward(choice: Choice, w: Weights, x: Tensor, counts: Tensor, keep: boo
     """``y [R, H]``, the tile buffer, and what is kept; rows past ``sum(counts)`` are zero."""
     check(x, counts, w, choice)
     tiles = make_tiles(counts, x.shape[0])
-    y, kept = compute.forward(choice, w, x, Rows(x.shape[0], tiles), keep)
-    zero_tail(y, tiles)
+    rows = Rows(x.shape[0], tiles)
+    y, kept = compute.forward(choice, w, x, rows, keep)
+    launch_zero_tail(y, rows)
     return y, tiles.buffer, kept
-
-
-def zero_tail(y: Tensor, tiles: Tiles) -> None:
-    """Rows that belong to no expert hold zeros, never what memory held before."""
-    past = torch.arange(y.shape[0], device=y.device) >= tiles.offsets[-1]
-    y.masked_fill_(past.unsqueeze(-1), 0.0)
 
 
 class GroupedLoraMlp(torch.autograd.Function):
@@ -156,11 +152,12 @@ def run_backward(
     """Gradients of x (rows past the last expert: zero) and of the adapters."""
     E = w.gate_up.shape[0]
     tiles = Tiles(buffer, E, most_tiles(x.shape[0], E))
+    rows = Rows(x.shape[0], tiles)
     found = compute.backward(
         choice,
         w,
         x,
-        Rows(x.shape[0], tiles),
+        rows,
         kept,
         dy.contiguous(),
         None,
@@ -170,7 +167,7 @@ def run_backward(
         wants_down=wants[2],
     )
     if found.dx is not None:
-        zero_tail(found.dx, tiles)
+        launch_zero_tail(found.dx, rows)
     return found
 
 

@@ -74,7 +74,7 @@ def loss_pass(
     logits: Tensor, targets: Tensor, factors: Tensor, rows: Tensor, V: int, ignore_index: int, gradient: bool
 ) -> None:
     """Fill ``rows [C]``; with ``gradient`` overwrite ``logits [C, stride]`` with m · (softmax - onehot)."""
-    groups, warps = configs.loss_groups(V)
+    at = configs.loss(V)
     with device.current(logits):
         cross_entropy_kernel[(logits.shape[0],)](
             logits,
@@ -86,10 +86,21 @@ def loss_pass(
             ignore_index,
             GRADIENT=gradient,
             PADDED=logits.shape[1] != V,
-            GROUPS=groups,
+            GROUPS=at.groups,
             WIDTH=configs.WIDTH,
-            num_warps=warps,
+            num_warps=at.warps,
         )
+
+
+def over_vocabulary(gradient: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+    """``out [C, N] = gradient [C, V] · factor [V, N]``; in fp32 piece after piece of the vocabulary."""
+    for at, (start, stop) in enumerate(configs.vocabulary_pieces(factor.shape[0], factor.element_size())):
+        left, right = gradient[:, start:stop], factor[start:stop]
+        if at == 0:
+            torch.mm(left, right, out=out)
+        else:
+            torch.addmm(out, left, right, out=out)
+    return out
 
 
 def walk(
@@ -128,10 +139,10 @@ def walk(
             torch.addmm(logits, shrunk, lora.b.t(), alpha=lora.scale, out=logits)
         loss_pass(buffer, targets[piece], factors, rows[piece], V, ignore_index, x_gradient or lora_gradient)
         if dx is not None:
-            torch.mm(logits, weight, out=dx[piece])
+            over_vocabulary(logits, weight, dx[piece])
         if lora is None or shrunk is None or not (x_gradient or lora_gradient):
             continue
-        back = logits @ lora.b
+        back = over_vocabulary(logits, lora.b, x.new_empty((logits.shape[0], lora.b.shape[1])))
         if dx is not None:
             dx[piece].addmm_(back, lora.a, alpha=lora.scale)
         if da is not None and db is not None:

@@ -8,50 +8,30 @@ Legend: T tokens, K experts a token, E experts, H hidden, I expert width, r rank
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from shardwright.kernels.cases import BenchCase, Function, OpSuite, Shape, normal_on_device
+from shardwright.kernels.cases import BadInput, BenchCase, Function, OpSuite, Run, Shape, normal_on_device, row_facts
+from shardwright.kernels.compile_gate import AnyCase
 from shardwright.kernels.grouped_lora_mlp import rivals
-from shardwright.kernels.grouped_lora_mlp.cases import compile_cases, frozen
 from shardwright.kernels.grouped_lora_mlp.contract import Activation, Layout
 from shardwright.kernels.grouped_lora_mlp.op import Adapter
+from shardwright.kernels.launched import cases_of, meta, noted
 from shardwright.kernels.moe_layer.cost import cost
 from shardwright.kernels.moe_layer.op import moe_layer
 from shardwright.kernels.moe_layer.reference import moe_layer_reference
+from shardwright.kernels.passes import timed_pass
+from shardwright.kernels.permute.cases import routing
 
 SCALINGS = (0.5, 0.25)
 """Of the gate-up and the down adapter: two different powers of two, exact in every dtype."""
 
-SMALL: dict[tuple[int, int, int], str] = {
-    (40, 3, 5): "skewed",
-    (97, 2, 4): "hot",
-    (33, 4, 9): "empty",
-    (21, 3, 6): "sentinels",
-    (0, 2, 3): "uniform",
-}
-"""Distributions of the small routings: heavy tail, all tokens on one expert, experts without tokens, -1 slots."""
-
-
-@cache
-def routing(T: int, K: int, E: int, device: str) -> Tensor:
-    """``ids [T, K]``: K different experts a token (but for ``sentinels``), by seeded scores."""
-    kind = SMALL.get((T, K, E), "uniform")
-    generator = torch.Generator().manual_seed(11)
-    scores = torch.randn((T, E), generator=generator)
-    if kind == "skewed":
-        scores += 2 * torch.randn(E, generator=generator)
-    if kind == "hot":
-        scores[:, 1] += 100
-    if kind == "empty":
-        scores[:, ::3] -= 100
-    ids = scores.topk(K, dim=-1).indices
-    if kind == "sentinels":
-        ids[torch.rand((T, K), generator=generator) < 0.4] = -1
-        ids[0] = E + 7
-    return ids.to(device)
+SMALL = ((40, 3, 5), (97, 2, 4), (33, 4, 9), (21, 3, 6), (0, 2, 3))
+"""Sizes (T, K, E) of routings that ``permute.cases`` draws: heavy tail, one hot expert, experts without tokens,
+-1 slots, no tokens."""
 
 
 def inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> tuple[Tensor, ...]:
@@ -74,8 +54,7 @@ def fused(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *factors: T
     up = low = None
     if factors:
         up, low = Adapter(factors[0], factors[1], SCALINGS[0]), Adapter(factors[2], factors[3], SCALINGS[1])
-    y = moe_layer(x, ids, weights, gate_up.detach(), down.detach(), up=up, low=low)
-    return (frozen(y, gate_up, down),)
+    return (moe_layer(x, ids, weights, gate_up, down, up=up, low=low),)
 
 
 def reference(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
@@ -83,8 +62,7 @@ def reference(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *factor
     up = low = None
     if factors:
         up, low = (factors[0], factors[1], SCALINGS[0]), (factors[2], factors[3], SCALINGS[1])
-    found = moe_layer_reference(x, ids, weights, gate_up.detach(), down.detach(), up, low, Activation(), Layout())
-    return (frozen(found, gate_up, down),)
+    return (moe_layer_reference(x, ids, weights, gate_up, down, up, low, Activation(), Layout()),)
 
 
 @cache
@@ -127,6 +105,63 @@ SIZES = {
     "256e8": {"T": 8192, "K": 8, "E": 256, "H": 7168, "I": 2048},
 }
 RANK = 16
+SPILLS = {
+    "hopper_product_kernel": (
+        640,
+        "three consumers of 160 registers and a producer of 32 fill the register file: the fused activation spills "
+        "120 bytes, and launches that gather rows up to 584",
+    )
+}
+"""Spilled bytes a thread that a kernel may have, and why."""
+
+
+def facts(case: BenchCase) -> dict[str, float]:
+    """The distribution of rows over experts."""
+    T, K, E = (case.shape[name] for name in ("T", "K", "E"))
+    return row_facts(torch.bincount(routing(T, K, E, "cuda").flatten(), minlength=E))
+
+
+def extras(case: BenchCase, name: str) -> dict[str, Run]:
+    """Our own time at the same size without adapters, for a case that has them."""
+    if not case.shape.get("r"):
+        return {}
+    bare = replace(case, shape={key: size for key, size in case.shape.items() if key != "r"})
+    return {"without_lora": timed_pass(SUITE, bare, SUITE.fused, name)}
+
+
+def launched(label: str, size: Shape, dtype: torch.dtype = torch.bfloat16) -> tuple[AnyCase, ...]:
+    """Every launch of the layer and its gradients at one size, as in training."""
+    T, K, E, H, I, r = (size.get(n, 0) for n in ("T", "K", "E", "H", "I", "r"))
+
+    def call() -> Tensor:
+        up = low = None
+        if r:
+            factors = ((E, r, H), (E, 2 * I, r), (E, r, I), (E, H, r))
+            a, b, c, d = (meta(shape, dtype, learns=True) for shape in factors)
+            up, low = Adapter(a, b, SCALINGS[0]), Adapter(c, d, SCALINGS[1])
+        x, weights = meta((T, H), dtype, learns=True), meta((T, K), dtype)
+        return moe_layer(
+            x, meta((T, K), torch.int64), weights, meta((E, 2 * I, H), dtype), meta((E, H, I), dtype), up=up, low=low
+        )
+
+    return noted(cases_of(label, call), spills=SPILLS)
+
+
+def bad_inputs(device: str) -> tuple[BadInput, ...]:
+    x, ids = torch.ones((4, 16), device=device), torch.zeros((4, 2), dtype=torch.int64, device=device)
+    weights, up, low = (torch.ones(size, device=device) for size in ((4, 2), (2, 16, 16), (2, 16, 8)))
+    narrow = tuple(torch.ones(size, device=device) for size in ((4, 6), (2, 16, 6), (2, 6, 8)))
+    learning = up.clone().requires_grad_()
+    return (
+        BadInput("rows-unlike-ids", "wrong-shape", lambda: moe_layer(x[:3], ids, weights, up, low)),
+        BadInput("weights-unlike-ids", "wrong-shape", lambda: moe_layer(x, ids, weights[:, :1], up, low)),
+        BadInput("stacks-of-other-widths", "wrong-shape", lambda: moe_layer(x, ids, weights, up[:, :8], low)),
+        BadInput("ids-of-floats", "dtype-unsupported", lambda: moe_layer(x, ids.float(), weights, up, low)),
+        BadInput(
+            "width-not-whole-vectors", "misaligned-width", lambda: moe_layer(narrow[0], ids, weights, *narrow[1:])
+        ),
+        BadInput("base-learns", "trains-the-base", lambda: moe_layer(x, ids, weights, learning, low)),
+    )
 
 
 def _suite(lora: bool) -> OpSuite:
@@ -138,7 +173,8 @@ def _suite(lora: bool) -> OpSuite:
         inputs=inputs,
         input_names=(*NAMES, *FACTORS) if lora else NAMES,
         output_names=("y",),
-        frozen=("weights", "gate_up", "down"),
+        frozen=("weights",),
+        constant=("gate_up", "down"),
         fused=fused,
         reference=reference,
         cost=cost,
@@ -146,8 +182,12 @@ def _suite(lora: bool) -> OpSuite:
         small_shapes=tuple({"T": T, "K": K, "E": E, "H": 72, "I": 40, **small} for T, K, E in SMALL),
         large_shapes=({"T": 4096, "K": 8, "E": 64, "H": 1024, "I": 384, **rank},),
         bench=tuple(BenchCase(f"{prefix}/{k}", {**v, **rank}, torch.bfloat16, PASSES) for k, v in SIZES.items()),
-        compile_cases=compile_cases(gather=True, lora=lora),
-        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        compile_cases=lambda: tuple(
+            case for k, v in SIZES.items() for case in launched(f"{prefix}/{k}", {**v, **rank})
+        ),
+        extras=extras,
+        facts=facts,
+        bad_inputs=None if lora else bad_inputs,
     )
 
 

@@ -48,7 +48,7 @@ def cost(
         provider="shardwright",
         dtype=dtype,
         shape={"T": T, "K": K, "E": E, "H": H, "I": I, "r": r},
-        forward=widen(inner.forward, 5, 2),
-        backward=widen(inner.backward, 2, 2),
+        forward=widen(inner.forward, 4, 2),
+        backward=widen(inner.backward, 1, 2),
         saved_bytes=inner.saved_bytes + 2 * R * 4,
     )

@@ -17,7 +17,6 @@ from shardwright.kernels.dispatch import direct, wants_gradient
 from shardwright.kernels.grouped_lora_mlp import compute
 from shardwright.kernels.grouped_lora_mlp.compute import Choice, Kept, Weights
 from shardwright.kernels.grouped_lora_mlp.contract import Activation, Layout
-from shardwright.kernels.grouped_lora_mlp.launches import Rows
 from shardwright.kernels.grouped_lora_mlp.op import (
     Adapter,
     Optional,
@@ -29,9 +28,10 @@ from shardwright.kernels.grouped_lora_mlp.op import (
     kept_list,
     kept_of,
 )
+from shardwright.kernels.grouped_lora_mlp.rows import Rows
 from shardwright.kernels.moe_layer import configs, contract
 from shardwright.kernels.moe_layer.triton import weight_grad_kernel
-from shardwright.kernels.permute.configs import most_tiles, power_of_two
+from shardwright.kernels.permute.configs import most_tiles
 from shardwright.kernels.permute.op import Tiles, launch_combine, route, tile_buffer_size
 
 
@@ -97,7 +97,7 @@ def run_backward(
         launch_combine(found.dx, index.place, None, dx)
     if found.part is not None:
         dweights = torch.empty_like(weights)
-        N, P = weights.numel(), found.part.shape[1]
+        N = weights.numel()
         if N:
             with device.current(x):
                 weight_grad_kernel[(-(-N // configs.WEIGHT_ENTRIES),)](
@@ -105,8 +105,6 @@ def run_backward(
                     index.place,
                     dweights,
                     N,
-                    P,
-                    PP=power_of_two(P),
                     BLOCK=configs.WEIGHT_ENTRIES,
                     num_warps=configs.WEIGHT_WARPS,
                 )

@@ -9,6 +9,7 @@ CHUNK = 512
 """Entries whose ranks one program counts."""
 COMPARE = 32
 """Entries that are compared with a whole chunk at a time."""
+RANK_WARPS = 8
 SCAN_CHUNKS, SCAN_EXPERTS = 64, 16
 """Tile of the scan over chunks."""
 TILE_ROWS = 192

@@ -8,6 +8,7 @@ Legend: T tokens, K experts a token, E experts, R = T·K rows, H hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -29,7 +30,10 @@ from shardwright.kernels.permute.triton import (
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tile list of rows sorted by expert, in device memory. ``most`` bounds its length on the host."""
+    """The tile list of rows sorted by expert, in device memory. ``most`` bounds its length on the host.
+
+    Views of the buffer are made once: a step launches a dozen kernels over one list.
+    """
 
     buffer: Tensor
     """int32: offsets [E+1], number of tiles [1], then expert, first row, row after the last of each tile.
@@ -39,21 +43,25 @@ class Tiles:
     experts: int
     most: int
 
-    @property
+    @cached_property
     def offsets(self) -> Tensor:
         """int32 ``[E+1]``: expert e owns rows ``offsets[e] .. offsets[e+1]``."""
         return self.buffer[: self.experts + 1]
 
-    @property
+    @cached_property
     def count(self) -> Tensor:
         """int32 ``[1]``."""
         at = _whole(self.experts + 1)
         return self.buffer[at : at + 1]
 
+    @cached_property
+    def _lists(self) -> tuple[Tensor, Tensor, Tensor]:
+        expert, first, last = self.buffer[_whole(self.experts + 1) + 4 :].view(3, -1).unbind()
+        return expert, first, last
+
     def lists(self) -> tuple[Tensor, Tensor, Tensor]:
         """``expert``, ``first`` and ``last``, int32 ``[most]`` each; only ``count`` of them are set."""
-        expert, first, last = self.buffer[_whole(self.experts + 1) + 4 :].view(3, -1)
-        return expert, first, last
+        return self._lists
 
 
 def _whole(n: int) -> int:
@@ -128,7 +136,15 @@ def route(ids: Tensor, experts: int) -> Routing:
     histogram = torch.empty((chunks, bins), **index)
     with device.current(ids):
         rank_kernel[(chunks,)](
-            ids, rank, histogram, N, experts, CHUNK=configs.CHUNK, COMPARE=configs.COMPARE, BINS=bins, num_warps=8
+            ids,
+            rank,
+            histogram,
+            N,
+            experts,
+            CHUNK=configs.CHUNK,
+            COMPARE=configs.COMPARE,
+            BINS=bins,
+            num_warps=configs.RANK_WARPS,
         )
         scan_kernel[(bins // configs.SCAN_EXPERTS,)](
             histogram,

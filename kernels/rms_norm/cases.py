@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.kernels.cases import BenchCase, Function, OpSuite, Shape, SweepCase, normal, normal_on_device
+from shardwright.kernels.cases import FAR, BenchCase, Function, OpSuite, Shape, SweepCase, normal, normal_on_device
 from shardwright.kernels.compile_gate import POINTERS, CompileCase
 from shardwright.kernels.launch import Launch, columns
 from shardwright.kernels.rms_norm import configs, op
@@ -157,6 +157,7 @@ SUITE = OpSuite(
         {"T": 3, "H": 1000},
     ),
     large_shapes=({"T": 4097, "H": 7168}, {"T": 1025, "H": 8192}, {"T": 8191, "H": 576}, {"T": 300_000, "H": 128}),
+    far_rows=FAR,
     bench=(BenchCase("rmsnorm/16kx7168", LARGE, torch.bfloat16, ("fwd", "bwd", "fwd+bwd", "fwd+dx")),),
     sweep=(
         SweepCase("fwd", 2 * SWEEP_ELEMENTS * 2, lambda H: row_launches(H, False), sweep_forward),

@@ -7,32 +7,61 @@ Legend: T tokens, E experts, k chosen experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from shardwright.kernels.cases import BenchCase, Function, OpSuite, Shape, normal
-from shardwright.kernels.compile_gate import CompileCase
+from shardwright.kernels import tuned
+from shardwright.kernels.cases import (
+    BadInput,
+    BenchCase,
+    Function,
+    OpSuite,
+    Run,
+    Shape,
+    TuneCase,
+    normal,
+    normal_on_device,
+    row_facts,
+)
+from shardwright.kernels.compile_gate import AnyCase
+from shardwright.kernels.launched import cases_of, meta, noted
+from shardwright.kernels.passes import SEED as PASS_SEED
 from shardwright.kernels.router import configs, op
 from shardwright.kernels.router.cost import cost
 from shardwright.kernels.router.op import Settings
 from shardwright.kernels.router.reference import router_reference
-from shardwright.kernels.router.triton import router_bwd_kernel, router_fwd_kernel, router_mean_kernel
 
 SETTINGS = {
-    896: (Settings(16, "sigmoid", 1, 1, "top2", True, 2.5), True),
-    384: (Settings(8, "sigmoid", 1, 1, "top2", True, 2.5), True),
-    256: (Settings(8, "sigmoid", 8, 4, "top2", True, 2.5), True),
-    160: (Settings(6, "softmax", 8, 3, "max", False, 16.0), False),
-    128: (Settings(8, "softmax", 1, 1, "top2", True, 1.0), False),
-    60: (Settings(4, "softmax", 1, 1, "top2", False, 1.0), False),
-    22: (Settings(22, "sigmoid", 1, 1, "top2", True, 1.0), True),
-    5: (Settings(2, "softmax", 1, 1, "top2", True, 1.0), True),
+    (896, 16): (Settings(16, "sigmoid", 1, 1, "top2", True, 2.5), True),
+    (896, 22): (Settings(22, "sigmoid", 1, 1, "top2", True, 2.5), True),
+    (384, 8): (Settings(8, "sigmoid", 1, 1, "top2", True, 2.5), True),
+    (256, 8): (Settings(8, "sigmoid", 8, 4, "top2", True, 2.5), True),
+    (160, 6): (Settings(6, "softmax", 8, 3, "max", False, 16.0), False),
+    (128, 8): (Settings(8, "softmax", 1, 1, "top2", True, 1.0), False),
+    (128, 6): (Settings(6, "sigmoid", 1, 1, "top2", True, 1.0), True),
+    (60, 4): (Settings(4, "softmax", 1, 1, "top2", False, 1.0), False),
+    (22, 22): (Settings(22, "sigmoid", 1, 1, "top2", True, 1.0), True),
+    (5, 2): (Settings(2, "softmax", 1, 1, "top2", True, 1.0), True),
 }
-"""Experts → the router's settings, and whether a bias picks. 896: Kimi K3; 256: DeepSeek V3; 160: V2;
-128: Qwen3-MoE."""
+"""(Experts, k) → the router's settings, and whether a bias picks. (896, 16): Kimi K3; (256, 8): DeepSeek V3;
+(160, 6): V2; (128, 8): Qwen3-MoE."""
 
+CHOSEN = {(3, 896): 22, (2048, 896): 22, (5, 128): 6}
+"""(T, E) of the cases that take another than the first k with so many experts."""
+
+
+def settings_of(logits: Tensor) -> tuple[Settings, Tensor | None]:
+    """The settings and bias of a case: its sizes name them."""
+    T, E = logits.shape
+    k = CHOSEN.get((T, E), next(k for experts, k in SETTINGS if experts == E))
+    settings, biased = SETTINGS[E, k]
+    return settings, bias_of(E, str(logits.device)) if biased else None
+
+
+WIDE_ROW, SHORT_ROW = 256, "32 threads share a row of fewer than 256 values: less than 16 bytes each"
 BIAS_SPREAD = 0.1
 SEED = 13
 
@@ -42,32 +71,30 @@ def inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> tuple[Te
 
 
 @lru_cache(maxsize=8)
-def bias_of(E: int, device: str) -> Tensor | None:
-    """fp32 ``[E]``, as models store it; none where the settings have none."""
-    return normal((E,), torch.float32, device, SEED) * BIAS_SPREAD if SETTINGS[E][1] else None
+def bias_of(E: int, device: str) -> Tensor:
+    """fp32 ``[E]``, as models store it."""
+    return normal((E,), torch.float32, device, SEED) * BIAS_SPREAD
 
 
 def fused(logits: Tensor) -> tuple[Tensor, ...]:
-    E = logits.shape[1]
-    found = op.router(logits, bias_of(E, str(logits.device)), **SETTINGS[E][0]._asdict())
-    return found.weights, found.mean_probability
+    settings, bias = settings_of(logits)
+    return tuple(op.router(logits, bias, **settings._asdict()))
 
 
 def reference(logits: Tensor) -> tuple[Tensor, ...]:
-    E = logits.shape[1]
-    weights, _, _, mean = router_reference(logits, bias_of(E, str(logits.device)), **SETTINGS[E][0]._asdict())
-    return weights, mean
+    settings, bias = settings_of(logits)
+    weights, experts, counts, mean = router_reference(logits, bias, **settings._asdict())
+    return weights, experts, counts.to(torch.int32), mean
 
 
 def library(logits: Tensor) -> tuple[Tensor, ...]:
     """What model code does, with torch.topk, and the statistics beside it; ties in arbitrary order."""
-    return library_router(logits, bias_of(logits.shape[1], str(logits.device)))
+    return library_router(logits, *settings_of(logits))
 
 
-def library_router(logits: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-    """``library`` with its bias given, so that a tracer sees torch operations alone."""
+def library_router(logits: Tensor, settings: Settings, bias: Tensor | None) -> tuple[Tensor, ...]:
+    """``library`` with its settings given, so that a tracer sees torch operations alone."""
     E = logits.shape[1]
-    settings = SETTINGS[E][0]
     wide = logits.float()
     score = wide.softmax(-1) if settings.scoring == "softmax" else wide.sigmoid()
     rank = score if bias is None else score + bias
@@ -81,60 +108,109 @@ def library_router(logits: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
     if settings.renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     share = score if settings.scoring == "softmax" else score / score.sum(-1, keepdim=True)
-    torch.histc(experts.reshape(-1).int(), bins=E, min=0, max=E)
-    return weights * settings.scale, share.mean(0)
+    counts = torch.histc(experts.reshape(-1).int(), bins=E, min=0, max=E)
+    return weights * settings.scale, experts, counts.int(), share.mean(0)
 
 
 def compiled() -> Function:
     traced = torch.compile(library_router, dynamic=False)
-    return lambda logits: traced(logits, bias_of(logits.shape[1], str(logits.device)))
+    return lambda logits: traced(logits, *settings_of(logits))
 
 
-def compile_cases() -> tuple[CompileCase, ...]:
-    """Every kernel at every settings table entry, in bf16."""
-    found = []
-    forward = {"logits_ptr": "*bf16", "bias_ptr": "*fp32", "weights_ptr": "*fp32", "experts_ptr": "*i64"}
-    forward |= {"counts_ptr": "*i32", "partial_ptr": "*fp32", "scale": "fp32", "T": "i32"}
-    backward = {"logits_ptr": "*bf16", "experts_ptr": "*i64", "dweights_ptr": "*fp32", "dmean_ptr": "*fp32"}
-    backward |= {"dlogits_ptr": "*bf16", "scale": "fp32", "T": "i32"}
-    for E, (settings, biased) in SETTINGS.items():
-        groups, members = configs.tile(E, settings.groups)
-        shared = {"E": E, "K": settings.k, "SLOTS": configs.slots(settings.k), "RENORMALISE": settings.renormalise}
-        shared["SOFTMAX"] = settings.scoring == "softmax"
-        tile = {"G": settings.groups, "M": E // settings.groups, "GROUPS": groups, "MEMBERS": members}
-        choice = {"KEPT": settings.groups_kept, "TOP2": settings.group_score == "top2", "BIASED": biased}
-        pointers = tuple(name for name in forward if name.endswith("_ptr"))
-        constants = {**shared, **tile, **choice}
-        found.append(CompileCase(f"router_fwd/{E}", router_fwd_kernel, forward, constants, pointers, configs.WARPS))
-        pointers = tuple(name for name in backward if name.endswith("_ptr"))
-        constants = {**shared, "COLUMNS": configs.tile(E, 1)[1], "MEAN_GRADIENT": True}
-        found.append(CompileCase(f"router_bwd/{E}", router_bwd_kernel, backward, constants, pointers, configs.WARPS))
-    mean = {"partial_ptr": "*fp32", "mean_ptr": "*fp32", "P": "i32", "T": "i32", "E": "i32"}
-    blocks = {"BLOCK_P": configs.MEAN_BLOCK_P, "BLOCK_E": configs.MEAN_BLOCK_E}
-    pointers = ("partial_ptr", "mean_ptr")
-    found.append(CompileCase("router_mean", router_mean_kernel, mean, blocks, pointers, configs.MEAN_WARPS))
+def facts(case: BenchCase) -> dict[str, float]:
+    """The distribution of tokens over experts that the case's logits give."""
+    (logits,) = inputs(case.shape, case.dtype, "cuda", PASS_SEED)
+    return row_facts(fused(logits)[2])
+
+
+def compile_cases() -> tuple[AnyCase, ...]:
+    """Every launch at every entry of the settings table, in bf16 logits."""
+    found: list[AnyCase] = []
+    for (E, k), (settings, biased) in SETTINGS.items():
+        bias = meta((E,), torch.float32) if biased else None
+
+        def call(E: int = E, bias: Tensor | None = bias, settings: Settings = settings) -> tuple[Tensor, ...]:
+            made = op.router(meta((8192, E), learns=True), bias, **settings._asdict())
+            return made.weights, made.mean_probability
+
+        launches = cases_of(f"router/{E}e{k}", call)
+        short = ("router_fwd_kernel", "router_bwd_kernel", *(("router_mean_kernel",) if E % 16 else ()))
+        found += noted(launches, narrow=dict.fromkeys(short, SHORT_ROW)) if E < WIDE_ROW else launches
     return tuple(found)
+
+
+def tune_cases() -> tuple[TuneCase, ...]:
+    """Both passes of the benchmark's cases."""
+    return tuple(_tune_case(case, backward) for case in SUITE.bench for backward in (False, True))
+
+
+def _tune_case(case: BenchCase, backward: bool) -> TuneCase:
+    def prepare() -> tuple[Run, Callable[[], list[tuple[Tensor, Tensor]]]]:
+        (logits,) = inputs(case.shape, case.dtype, "cuda", PASS_SEED)
+        settings, bias = settings_of(logits)
+        few = logits[:64].double().requires_grad_()
+        weights, _, _, _ = router_reference(few, bias, **settings._asdict())
+        got: dict[str, Tensor] = {}
+        if not backward:
+
+            def forward() -> None:
+                got["weights"] = op.compute_forward(logits, bias, settings).weights[:64]
+
+            return forward, lambda: [(got["weights"], weights.detach())]
+        chosen = op.compute_forward(logits, bias, settings).experts
+        dweights = normal_on_device(tuple(chosen.shape), torch.float32, "cuda", PASS_SEED + 1)
+        (exact,) = torch.autograd.grad(weights, few, dweights[:64].double())
+
+        def gradient() -> None:
+            got["dlogits"] = op.compute_backward(dweights, None, logits, chosen, settings)[:64]
+
+        return gradient, lambda: [(got["dlogits"], exact)]
+
+    sizes = {name: case.shape[name] for name in ("T", "E", "k")}
+    choices = tuple(configs.RowLaunch(warps, programs) for warps in (1, 2, 4) for programs in (4, 8, 16, 32))
+    kernel = "router_bwd" if backward else "router_fwd"
+    return TuneCase(kernel, tuned.bucket(**sizes), configs.DEFAULT, choices, prepare)
+
+
+def bad_inputs(device: str) -> tuple[BadInput, ...]:
+    logits = torch.zeros((3, 64), device=device)
+    run = op.router
+    return (
+        BadInput("one-row-too-few-dims", "wrong-shape", lambda: run(logits[0], k=4)),
+        BadInput("bias-of-other-experts", "wrong-shape", lambda: run(logits, logits[0, :63].contiguous(), k=4)),
+        BadInput("bias-with-gaps", "not-contiguous", lambda: run(logits, torch.zeros(128, device=device)[::2], k=4)),
+        BadInput("more-experts-than-a-warp-holds", "too-many-experts", lambda: run(logits.repeat(1, 17), k=4)),
+        BadInput("more-chosen-than-experts", "bad-top-k", lambda: run(logits[:, :3].contiguous(), k=4)),
+        BadInput("groups-that-do-not-divide", "bad-groups", lambda: run(logits, k=4, groups=3, groups_kept=1)),
+        BadInput("too-few-in-kept-groups", "bad-top-k", lambda: run(logits, k=20, groups=4, groups_kept=1)),
+        BadInput("unknown-scoring", "bad-scoring", lambda: run(logits, k=4, scoring="tanh")),
+        BadInput("scale-is-nan", "bad-scale", lambda: run(logits, k=4, scale=float("nan"))),
+    )
+
+
+def _shapes(*sizes: tuple[int, int]) -> tuple[Shape, ...]:
+    return tuple({"T": T, "E": E, "k": settings_of(torch.empty((T, E), device="meta"))[0].k} for T, E in sizes)
 
 
 SUITE = OpSuite(
     op="router",
     inputs=inputs,
     input_names=("logits",),
-    output_names=("weights", "mean_probability"),
+    output_names=("weights", "experts", "counts", "mean_probability"),
     frozen=(),
     fused=fused,
     reference=reference,
     cost=cost,
     rivals={"eager": lambda: library, "torch.compile": compiled},
-    small_shapes=tuple(
-        {"T": T, "E": E, "k": SETTINGS[E][0].k} for T, E in ((5, 60), (7, 256), (3, 160), (3, 5), (4, 22))
-    ),
-    large_shapes=tuple({"T": T, "E": E, "k": SETTINGS[E][0].k} for T, E in ((4099, 896), (8191, 128), (2048, 384))),
+    small_shapes=_shapes((5, 60), (7, 256), (3, 160), (3, 5), (4, 22), (5, 128), (3, 896), (0, 60)),
+    large_shapes=_shapes((4099, 896), (2048, 896), (8191, 128), (2047, 384), (1025, 256)),
     bench=tuple(
-        BenchCase(
-            f"router/{E}e{SETTINGS[E][0].k}", {"T": 8192, "E": E, "k": SETTINGS[E][0].k}, dtype, ("fwd", "fwd+dx")
-        )
-        for E, dtype in ((896, torch.float32), (256, torch.float32), (128, torch.bfloat16))
+        BenchCase(f"router/{E}e{k}", {"T": 8192, "E": E, "k": k}, dtype, ("fwd", "fwd+dx"))
+        for E, k, dtype in ((896, 16, torch.float32), (256, 8, torch.float32), (128, 8, torch.bfloat16))
     ),
-    compile_cases=compile_cases(),
+    compile_cases=compile_cases,
+    index_slack=8,
+    facts=facts,
+    tune=tune_cases,
+    bad_inputs=bad_inputs,
 )

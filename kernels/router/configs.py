@@ -5,11 +5,35 @@ Legend: T tokens, E experts, G groups, k chosen experts.
 
 from __future__ import annotations
 
-WARPS = 1
-"""One warp a row: every comparison of a row's experts stays inside a warp, without a barrier."""
+from dataclasses import dataclass
 
-PROGRAMS_PER_SM = 16
+from shardwright.kernels import tuned
+
+
+@dataclass(frozen=True)
+class RowLaunch:
+    """Programs that walk over rows. One warp a row: every comparison stays inside a warp, without a barrier."""
+
+    warps: int
+    programs_per_sm: int
+
+    def programs(self, T: int, multiprocessors: int) -> int:
+        """Programs of a pass over T rows; at least 1."""
+        return max(1, min(T, self.programs_per_sm * multiprocessors))
+
+
+DEFAULT = RowLaunch(warps=1, programs_per_sm=16)
 MEAN_BLOCK_P, MEAN_BLOCK_E, MEAN_WARPS = 256, 16, 8
+
+
+def forward(T: int, E: int, k: int) -> RowLaunch:
+    """Launch of scores, choice, weights and statistics."""
+    return tuned.lookup("router", "router_fwd", tuned.bucket(T=T, E=E, k=k), DEFAULT)
+
+
+def backward(T: int, E: int, k: int) -> RowLaunch:
+    """Launch of the gradient of the logits."""
+    return tuned.lookup("router", "router_bwd", tuned.bucket(T=T, E=E, k=k), DEFAULT)
 
 
 def tile(E: int, groups: int) -> tuple[int, int]:
@@ -20,8 +44,3 @@ def tile(E: int, groups: int) -> tuple[int, int]:
 def slots(k: int) -> int:
     """Places for the chosen experts: a power of two."""
     return 1 << (k - 1).bit_length()
-
-
-def programs(T: int, multiprocessors: int) -> int:
-    """Programs of a pass over T rows; at least 1."""
-    return max(1, min(T, PROGRAMS_PER_SM * multiprocessors))

@@ -52,7 +52,8 @@ def compute_forward(logits: Tensor, bias: Tensor | None, settings: Settings) -> 
     if T == 0:
         return Routing(weights, experts, counts, logits.new_zeros(E, dtype=torch.float32))
     mean = new(E, dtype=torch.float32)
-    P = configs.programs(T, device.multiprocessors(logits))
+    at = configs.forward(T, E, settings.k)
+    P = at.programs(T, device.multiprocessors(logits))
     partial = new((P, E), dtype=torch.float32)
     group_tile, member_tile = configs.tile(E, settings.groups)
     with device.current(logits):
@@ -77,7 +78,7 @@ def compute_forward(logits: Tensor, bias: Tensor | None, settings: Settings) -> 
             SOFTMAX=settings.scoring == "softmax",
             BIASED=bias is not None,
             RENORMALISE=settings.renormalise,
-            num_warps=configs.WARPS,
+            num_warps=at.warps,
         )
         router_mean_kernel[(-(-E // configs.MEAN_BLOCK_E),)](
             partial,
@@ -100,7 +101,8 @@ def compute_backward(
     dlogits = torch.empty_like(logits)
     if T == 0:
         return dlogits
-    P = configs.programs(T, device.multiprocessors(logits))
+    at = configs.backward(T, E, settings.k)
+    P = at.programs(T, device.multiprocessors(logits))
     with device.current(logits):
         router_bwd_kernel[(P,)](
             logits,
@@ -117,7 +119,7 @@ def compute_backward(
             SOFTMAX=settings.scoring == "softmax",
             RENORMALISE=settings.renormalise,
             MEAN_GRADIENT=dmean is not None,
-            num_warps=configs.WARPS,
+            num_warps=at.warps,
         )
     return dlogits
 

@@ -16,7 +16,7 @@ from shardwright.checkpoints.targets import parameter_shapes
 from shardwright.runtime import probe, record, state
 from shardwright.runtime.checks.compare import require
 from shardwright.runtime.device import available_host_bytes
-from shardwright.runtime.export.peft import CONFIG, FOLDER, WEIGHTS
+from shardwright.runtime.export.peft import CONFIG, FOLDER, WEIGHTS, mirror, mirrored_targets
 from shardwright.runtime.lora.inject import adapter_names
 from shardwright.runtime.parallelize import DTYPES
 from shardwright.runtime.reference import load_plain
@@ -73,10 +73,10 @@ def _same_file(run_dir: Path, folder: Path) -> CheckResult:
 def _values(plan: AdaptationPlan, run_dir: Path, checkpoint: Path, folder: Path) -> CheckResult:
     """Every target's pair is in the file, bit-equal to the save after PEFT's layout is undone; nothing else is."""
     targets = plan.decision.lora_targets
-    found = state.latest(run_dir, plan.hashes)
-    saved = state.read_adapters(found[1]) if found else {}
+    saved = state.read_adapters(state.final(run_dir, plan))
     file = load_file(folder / WEIGHTS)
     keys = peft_keys(targets, tuple(parameter_shapes(checkpoint)))
+    mirrored = mirrored_targets(checkpoint, targets)
     wrong = []
     for target in targets:
         pair = [file.pop(key, None) for key in keys[target.parameter]]
@@ -84,6 +84,7 @@ def _values(plan: AdaptationPlan, run_dir: Path, checkpoint: Path, folder: Path)
             wrong.append(f"{target.parameter} is not in the file")
             continue
         ours = from_peft(pair[0], pair[1], target.num_experts)
+        ours = mirror(*ours) if target.parameter in mirrored else ours
         for name, value in zip(adapter_names(target), ours, strict=True):
             if name not in saved or not torch.equal(value, saved[name]):
                 wrong.append(f"{name} differs from the save")

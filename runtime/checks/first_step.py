@@ -7,10 +7,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.runtime.agree import on_first_rank
+from shardwright.runtime.checks.documents import documents_apart
 from shardwright.runtime.checks.fusions import fusions_equal
 from shardwright.runtime.checks.layers import layers_equal
 from shardwright.runtime.checks.load import all_loaded, same_loss
-from shardwright.runtime.checks.step import adapters_moved, base_unchanged, digests, replicas_agree, same_norm
+from shardwright.runtime.checks.step import (
+    adapters_moved,
+    base_unchanged,
+    buffer_digests,
+    digests,
+    gradients_present,
+    replicas_agree,
+    same_norm,
+)
 from shardwright.runtime.device import available_host_bytes
 from shardwright.runtime.lora.init import initial_box
 from shardwright.runtime.lora.inject import adapter_names, adapter_shapes
@@ -38,17 +47,27 @@ class FirstStep:
         """After load: everything finite. Then the reference of the first batch, in one process, where it fits."""
         loaded = all_loaded(self.live.model)
         sound = on_all(loaded.passed)
-        self.base_before = digests(self.live.parameters, adapters=False)
+        self.base_before = self._base()
         self.b_before = {
             name: owned.local().clone() for name, owned in self.live.adapters.items() if name.endswith("lora_b")
         }
         if not sound:
             return (loaded,)
-        fused = fusions_equal(self.trainer)
+        fused = (*documents_apart(self.trainer), *fusions_equal(self.trainer))
         if on_first_rank(self._whole_fits):
             self.reference = on_first_rank(self._reference)
             return (loaded, *fused)
         return (loaded, *fused, *layers_equal(self.trainer))
+
+    def at_end(self) -> tuple[CheckResult, ...]:
+        """After the last step: the base is still what was loaded, and replicas still agree."""
+        return (
+            base_unchanged(self.base_before, self._base()),
+            replicas_agree(self.live.parameters, self.trainer.ranks),
+        )
+
+    def _base(self) -> dict[str, tuple[int, int]]:
+        return {**digests(self.live.parameters, adapters=False), **buffer_digests(self.live.model)}
 
     def _whole_fits(self) -> bool:
         parameters = sum(torch.Size(owned.shape).numel() for owned in self.live.parameters.values())
@@ -76,9 +95,11 @@ class FirstStep:
 
     def on_gradient(self, gradient: Gradient) -> tuple[CheckResult, ...]:
         """Loss and gradient norm of the first batch, before anything is changed."""
+        present = gradients_present(self.live.parameters, gradient.loads)
         if self.reference is None:
-            return ()
+            return (present,)
         return (
+            present,
             same_loss(gradient.loss, self.reference.loss, self.base),
             same_norm(gradient.norm, self.reference.grad_norm, self.base),
         )
@@ -86,10 +107,9 @@ class FirstStep:
     def after(self, gradient: Gradient) -> tuple[CheckResult, ...]:
         """What the step changed, and what it must not have changed."""
         parameters = self.live.parameters
-        after = digests(parameters, adapters=False)
         return (
             adapters_moved(self.b_before, parameters, gradient.loads),
-            base_unchanged(self.base_before, after),
+            base_unchanged(self.base_before, self._base()),
             replicas_agree(parameters, self.trainer.ranks),
         )
 

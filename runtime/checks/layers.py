@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardwright.checkpoints.build import build_from_config
 from shardwright.checkpoints.reader import ShardReader, read_parameter
 from shardwright.runtime.agree import on_first_rank
+from shardwright.runtime.batch import as_batch
 from shardwright.runtime.checks.compare import LOSS_TOLERANCE, NORM_TOLERANCE, relative
 from shardwright.runtime.lora.init import initial_box
 from shardwright.runtime.lora.inject import adapter_names, adapter_shapes
@@ -29,13 +30,13 @@ def layers_equal(trainer: Trainer) -> tuple[CheckResult, ...]:
     """One check for each kind of decoder layer; every rank takes part in the sharded side."""
     layers = decoder_layers(trainer.live.model)
     chosen = first_of_each_kind(layers)
-    ids = trainer.batches.micro_batches(1, trainer.ranks.data_rank)[0].to(trainer.device.torch_device)
+    batch = as_batch(trainer.batches.micro_batches(1, trainer.ranks.data_rank)[0].to(trainer.device.torch_device))
     seen: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     hooks = [
         layers[name].register_forward_pre_hook(_keep(seen, name), with_kwargs=True, prepend=True) for name in chosen
     ]
     with torch.no_grad():
-        logits_of(trainer.live.model, ids)
+        logits_of(trainer.live.model, batch.ids, batch.positions)
     for hook in hooks:
         hook.remove()
     return tuple(_compare(trainer, name, layers[name], *seen[name]) for name in chosen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.runtime.checks.compare import NORM_TOLERANCE, equal_numbers
 from shardwright.runtime.mesh import Ranks
@@ -20,6 +20,7 @@ def digest(values: Tensor) -> tuple[int, int]:
     flat = values.detach().contiguous().reshape(-1)
     if flat.numel() == 0:
         return 0, 0
+    flat = flat.to(torch.int8) if flat.dtype is torch.bool else flat
     bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
     plain = weighted = 0
     for start in range(0, bits.numel(), PIECE):
@@ -35,14 +36,19 @@ def digests(parameters: dict[str, Owned], *, adapters: bool) -> dict[str, tuple[
     return {name: digest(owned.local()) for name, owned in parameters.items() if owned.adapter == adapters}
 
 
+def buffer_digests(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Name → digest of each buffer: router biases and rotary tables must stay as they were loaded."""
+    return {name: digest(buffer) for name, buffer in model.named_buffers()}
+
+
 def base_unchanged(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> CheckResult:
-    """Frozen weights are bit-identical."""
+    """Frozen weights and buffers are bit-identical."""
     changed = [name for name in before if before[name] != after.get(name)]
     return CheckResult(
         stage="step",
         name="base-unchanged",
         passed=not changed,
-        evidence=f"{len(before)} frozen parameters hashed before and after; changed: "
+        evidence=f"{len(before)} frozen parameters and buffers hashed before and after; changed: "
         + (", ".join(changed[:5]) or "none"),
         scope="local",
     )
@@ -97,6 +103,38 @@ def adapters_moved(before: dict[str, Tensor], parameters: dict[str, Owned], load
         name="adapters-moved",
         passed=not wrong,
         evidence=f"{matrices} B matrices on this rank; wrong: " + ("; ".join(wrong[:5]) or "none"),
+        scope="local",
+    )
+
+
+def gradients_present(parameters: dict[str, Owned], loads: dict[str, Tensor]) -> CheckResult:
+    """Before the first step: every B has a gradient, an expert's exactly if it got tokens; idle ones have zeros.
+
+    Args:
+        parameters: all parameters, with the summed gradient of the first batch.
+        loads: layer → rows of each expert in the step, over all ranks.
+    """
+    wrong, matrices = [], 0
+    for name, owned in parameters.items():
+        gradient = owned.local_grad() if owned.adapter and name.endswith("lora_b") else None
+        if gradient is None or not gradient.numel():
+            continue
+        if not owned.expert:
+            matrices += 1
+            if not bool(gradient.any()):
+                wrong.append(f"{name} has only zeros")
+            continue
+        busy = loads[name.rpartition(".")[0]][owned.box[0][0] : owned.box[0][1]] > 0
+        matrices += int(busy.numel())
+        reached = gradient.flatten(1).any(1).cpu()
+        for place in torch.nonzero(reached != busy).flatten().tolist():
+            what = "got tokens and no gradient" if busy[place] else "got a gradient without a token"
+            wrong.append(f"{name}, expert {owned.box[0][0] + place} {what}")
+    return CheckResult(
+        stage="step",
+        name="gradients-present",
+        passed=not wrong,
+        evidence=f"gradients of {matrices} B matrices on this rank; wrong: " + ("; ".join(wrong[:5]) or "none"),
         scope="local",
     )
 

@@ -10,6 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def rows_of_experts(top_k_index: Tensor, num_experts: int) -> Tensor:
+    """[…] expert of each choice → [E] int64 rows of each expert, without a wait for the device."""
+    flat = top_k_index.reshape(-1)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+    return counts.scatter_add_(0, flat.to(torch.int64), torch.ones_like(flat, dtype=torch.int64))
+
+
 class LoadMeter:
     """Counts rows per expert. One meter serves all layers of a model."""
 

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.runtime.experts.balance import rows_of_experts
+
 
 @dataclass(frozen=True)
 class Route:
@@ -24,6 +26,7 @@ class Route:
         send, receive: rows to and from each EP rank.
         by_expert: [N] order that groups received rows by local expert; ``None`` where they are grouped already.
         sizes: rows of each local expert, on the host.
+        local_counts: [L] the same on the device.
     """
 
     order: Tensor
@@ -32,6 +35,7 @@ class Route:
     receive: list[int]
     by_expert: Tensor | None
     sizes: list[int]
+    local_counts: Tensor
 
 
 class _AllToAll(torch.autograd.Function):
@@ -65,9 +69,9 @@ def plan_route(top_k_index: Tensor, num_experts: int, ep: int, group: dist.Proce
     """
     flat = top_k_index.reshape(-1)
     order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=num_experts)
+    counts = rows_of_experts(flat, num_experts)
     if ep == 1 or group is None:
-        return Route(order, counts, [], [], None, counts.tolist())
+        return Route(order, counts, [], [], None, counts.tolist(), counts)
     local = num_experts // ep
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts, group=group)
@@ -79,12 +83,16 @@ def plan_route(top_k_index: Tensor, num_experts: int, ep: int, group: dist.Proce
     if local > 1:
         expert_of_row = torch.arange(local, device=flat.device).repeat(ep).repeat_interleave(arriving)
         by_expert = torch.argsort(expert_of_row, stable=True)
-    return Route(order, counts, send, receive, by_expert, sizes)
+    return Route(order, counts, send, receive, by_expert, sizes, arriving.view(ep, local).sum(0))
 
 
-def dispatch(hidden: Tensor, route: Route, top_k: int, group: dist.ProcessGroup | None) -> Tensor:
-    """[T, H] → [N, H], grouped by local expert."""
+def dispatch(
+    hidden: Tensor, route: Route, top_k: int, group: dist.ProcessGroup | None, weights: Tensor | None = None
+) -> Tensor:
+    """[T, H] → [N, H], grouped by local expert; multiplied by weights [T, K] first, where they are given."""
     rows = hidden[route.order // top_k]
+    if weights is not None:
+        rows = rows * weights.reshape(-1, 1)[route.order].to(rows.dtype)
     if not route.send or group is None:
         return rows
     rows = _AllToAll.apply(rows, route.send, route.receive, group)

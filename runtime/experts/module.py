@@ -16,12 +16,16 @@ from torch import Tensor, nn
 
 from shardwright.checkpoints.layouts import ExpertLayout
 from shardwright.runtime.experts.balance import LoadMeter
+from shardwright.runtime.experts.dense_block import is_dense
 from shardwright.runtime.experts.dispatch import combine, dispatch, plan_route
 from shardwright.runtime.experts.grouped import GroupedLoraLinear
 from shardwright.schemas.errors import LegalityError
 
-CALL = ("hidden_states", "top_k_index", "top_k_weights")
-"""What every supported experts module takes."""
+CALLS = (
+    ("hidden_states", "top_k_index", "top_k_weights"),
+    ("hidden_states", "router_indices", "routing_weights"),
+)
+"""What a supported experts module takes, in this order."""
 
 
 class LoraExperts(nn.Module):
@@ -34,6 +38,7 @@ class LoraExperts(nn.Module):
     Attributes:
         num_experts: E over all ranks.
         first: global number of the first local expert.
+        weigh_inputs: routing weights multiply what an expert gets, not what it gives.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class LoraExperts(nn.Module):
             self.register_parameter(stack, parameter)
         self.name, self.layout, self.ep, self.group, self.meter = name, layout, ep, group, meter
         self.scalings: dict[str, float] = {}
+        self.weigh_inputs = is_dense(original)
         self._gate = _gate_of(original, layout)
 
     def add_adapter(self, stack: str, a: nn.Parameter, b: nn.Parameter, scaling: float) -> None:
@@ -77,16 +83,27 @@ class LoraExperts(nn.Module):
         """[T, H], [T, K], [T, K] → [T, H]."""
         route = plan_route(top_k_index, self.num_experts, self.ep, self.group)
         self.meter.add(self.name, route.counts)
-        rows = dispatch(hidden_states, route, top_k_index.shape[-1], self.group)
+        if self.weigh_inputs:
+            rows = dispatch(hidden_states, route, top_k_index.shape[-1], self.group, top_k_weights)
+            top_k_weights = torch.ones_like(top_k_weights)
+        else:
+            rows = dispatch(hidden_states, route, top_k_index.shape[-1], self.group)
         up = self._product(rows, self.layout.up, route.sizes)
-        down = self._product(self._gate(up), self.layout.down, route.sizes)
+        down = self._product(self.activate(up), self.layout.down, route.sizes)
         return combine(down, route, top_k_weights, self.group)
 
+    def activate(self, up: Tensor) -> Tensor:
+        """The family's own activation of the first product: [N, F] → [N, I]."""
+        return self._gate(up)
+
+    def adapter(self, stack: str, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """A [L, r, in] and B [L, out, r] of a stack in the format of computation; ``None`` where it has none."""
+        if stack not in self.scalings:
+            return None
+        return getattr(self, f"{stack}_lora_a").to(dtype), getattr(self, f"{stack}_lora_b").to(dtype)
+
     def _product(self, rows: Tensor, stack: str, sizes: list[int]) -> Tensor:
-        a = b = None
-        if stack in self.scalings:
-            a = getattr(self, f"{stack}_lora_a").to(rows.dtype)
-            b = getattr(self, f"{stack}_lora_b").to(rows.dtype)
+        a, b = self.adapter(stack, rows.dtype) or (None, None)
         bias = getattr(self, f"{stack}_bias") if self.layout.biased else None
         in_out = self.layout.order == "in_out"
         scaling = self.scalings.get(stack, 0.0)
@@ -115,17 +132,17 @@ def _gate_of(original: nn.Module, layout: ExpertLayout) -> Callable[[Tensor], Te
 
 
 def check_call(module: nn.Module, name: str) -> None:
-    """Refuse an experts module whose forward is not ``(hidden_states, top_k_index, top_k_weights)``.
+    """Refuse an experts module whose forward is not ``(hidden_states, top_k_index, top_k_weights)`` or a known block's.
 
     Raises:
         LegalityError: ``experts-call``.
     """
     wrapped = inspect.unwrap(type(module).forward)
     names = tuple(inspect.signature(wrapped).parameters)[1:4]
-    if names != CALL:
+    if names not in CALLS and not is_dense(module):
         raise LegalityError(
             "experts-call",
-            f"{type(module).__name__}.forward takes {names}, expected {CALL}",
+            f"{type(module).__name__}.forward takes {names}, expected {CALLS[0]}",
             where=name,
             next_action="target attention only and keep ep = 1, or add this family to runtime/experts/module.py",
         )

@@ -9,9 +9,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
+from shardwright.checkpoints.build import build_from_config
+from shardwright.checkpoints.config import read_config
 from shardwright.checkpoints.peft_layout import peft_keys, peft_selection, to_peft
 from shardwright.checkpoints.targets import parameter_shapes
 from shardwright.runtime import record, state
@@ -38,20 +41,11 @@ def export_adapter(run_dir: Path, checkpoint: Path) -> AdapterFacts:
     Raises:
         RunError: ``no-save``, ``not-trained``, ``damaged-save``, ``other-plan``, ``adapter-shape``.
     """
-    plan = load_plan(run_dir / "plan.json")
-    kept = record.read(run_dir)
-    if kept.status not in ("trained", "exported"):
-        raise RunError(
-            "not-trained",
-            f"the run's status is {kept.status!r}",
-            where=str(run_dir),
-            next_action="finish it with `shardwright resume`",
-        )
-    found = state.latest(run_dir, plan.hashes)
-    if found is None:
-        raise RunError("no-save", "the run has no save", where=str(run_dir), next_action="train first")
+    plan = require_trained(run_dir)
+    saved = state.read_adapters(state.final(run_dir, plan))
     order = tuple(parameter_shapes(checkpoint))
-    tensors = peft_tensors(plan.decision.lora_targets, state.read_adapters(found[1]), order)
+    targets = plan.decision.lora_targets
+    tensors = peft_tensors(targets, saved, order, mirrored_targets(checkpoint, targets))
     work, final = run_dir / f".{FOLDER}.tmp", run_dir / FOLDER
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -71,10 +65,35 @@ def export_adapter(run_dir: Path, checkpoint: Path) -> AdapterFacts:
     return facts
 
 
+def require_trained(run_dir: Path) -> AdaptationPlan:
+    """The plan of a run that has ended.
+
+    Raises:
+        RunError: ``not-trained``.
+    """
+    status = record.read(run_dir).status
+    if status not in ("trained", "exported"):
+        raise RunError(
+            "not-trained",
+            f"the run's status is {status!r}",
+            where=str(run_dir),
+            next_action="finish it with `shardwright resume`",
+        )
+    return load_plan(run_dir / "plan.json")
+
+
 def peft_tensors(
-    targets: tuple[LoraTarget, ...], adapters: dict[str, Tensor], parameter_order: tuple[str, ...]
+    targets: tuple[LoraTarget, ...],
+    adapters: dict[str, Tensor],
+    parameter_order: tuple[str, ...],
+    mirrored: frozenset[str] = frozenset(),
 ) -> dict[str, Tensor]:
     """All adapters under PEFT's names in PEFT's layout.
+
+    Args:
+        targets, adapters: the plan's and the save's.
+        parameter_order: the model's parameters in module order.
+        mirrored: of :func:`mirrored_targets`.
 
     Raises:
         RunError: ``adapter-shape`` when a saved adapter is not of the plan's size.
@@ -94,8 +113,29 @@ def peft_tensors(
                 )
             pair.append(value)
         key_a, key_b = keys[target.parameter]
-        tensors[key_a], tensors[key_b] = to_peft(*pair)
+        tensors[key_a], tensors[key_b] = to_peft(*(mirror(*pair) if target.parameter in mirrored else pair))
     return tensors
+
+
+def mirrored_targets(checkpoint: Path, targets: tuple[LoraTarget, ...]) -> frozenset[str]:
+    """Stacks kept as [E, in, out] that PEFT takes for [E, out, in].
+
+    PEFT goes by the experts module's ``is_transposed``; some families keep [E, in, out] without saying so. There PEFT
+    adapts the transposed weight: what it calls A and B are our Bᵀ and Aᵀ.
+    """
+    if all(target.layout == "out_in" for target in targets):
+        return frozenset()
+    model = build_from_config(read_config(checkpoint), torch.bfloat16)
+    return frozenset(
+        target.parameter
+        for target in targets
+        if target.layout == "in_out" and not getattr(model.get_submodule(target.module), "is_transposed", False)
+    )
+
+
+def mirror(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The two halves for the transposed weight; twice gives them back."""
+    return b.transpose(-1, -2).contiguous(), a.transpose(-1, -2).contiguous()
 
 
 def peft_config(plan: AdaptationPlan, checkpoint: Path) -> dict[str, Any]:

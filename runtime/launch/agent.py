@@ -1,5 +1,6 @@
 """torchrun that ends with the process that started it, so that no orphan keeps a run directory.
 
+When its parent is killed, the kernel kills it, and the kernel kills its workers in turn: nothing has to run for it.
 Its workers get a fresh store in every attempt. torchrun's default is one store for all attempts: restarted gloo workers
 can then read the addresses of the killed ones from it and wait for peers that no longer exist.
 """
@@ -7,9 +8,8 @@ can then read the addresses of the killed ones from it and wait for peers that n
 from __future__ import annotations
 
 import os
-import signal
 
-from shardwright.runtime.launch.process import die_with_parent
+from shardwright.runtime.launch.process import die_with_parent, tie_children
 
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """What every torchrun of this program needs in its environment, whichever engine starts it."""
@@ -17,7 +17,8 @@ FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 def main() -> None:
     """Hand over to torchrun's own command line."""
-    die_with_parent(signal.SIGTERM)
+    die_with_parent()
+    tie_children()
     os.environ.update(FRESH_STORE)
     from torch.distributed.run import main as torchrun
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 from shardwright.runtime.failure import clear_failure, read_failure
-from shardwright.runtime.launch.process import RunLock, free_port
+from shardwright.runtime.launch.job import Job
+from shardwright.runtime.launch.options import LaunchOptions
+from shardwright.runtime.launch.process import PARENT, RunLock, free_port
 from shardwright.schemas.errors import ExitCode, RunError
 from shardwright.schemas.plan import load_plan
 
-KILL_AFTER_S = 5.0
-"""Between a polite end and a forced one."""
+KILL_AFTER_S = 60.0
+"""Between a polite end and a forced one: time for the step in progress and its save."""
 MAX_RESTARTS = 3
 LINE_PREFIX = "  "
 """Before each line of rank 0, in place of torchrun's role and rank: only rank 0 is shown."""
@@ -75,6 +78,12 @@ def launch(
     )
 
 
+def describe(job: Job, options: LaunchOptions) -> str:
+    """The command that :func:`launch` runs."""
+    command = torchrun_command(job.ranks, job.run_dir, options.max_restarts)
+    return shlex.join(command + job.worker_arguments) + "\n"
+
+
 def worker_arguments(
     plan_path: Path, checkpoint: Path, data_root: Path, approvals_log: Path, run_dir: Path
 ) -> list[str]:
@@ -117,6 +126,8 @@ def environment(device_type: str, ranks: int) -> dict[str, str]:
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     env["HF_HUB_OFFLINE"] = env["TRANSFORMERS_OFFLINE"] = "1"
     env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = LINE_PREFIX
+    env[PARENT] = str(os.getpid())
+    env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(KILL_AFTER_S) - 10))
     if device_type == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         env["OMP_NUM_THREADS"] = str(max(1, cores // ranks))

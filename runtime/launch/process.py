@@ -14,12 +14,28 @@ from pathlib import Path
 from shardwright.schemas.errors import RunError
 
 PR_SET_PDEATHSIG = 1
+PARENT = "SHARDWRIGHT_PARENT"
+"""Process id of whoever started this one, for a child that must not outlive it."""
 
 
-def die_with_parent(how: int = signal.SIGKILL) -> None:
-    """Ask the kernel for a signal when the parent ends (Linux; elsewhere nothing happens)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, how, 0, 0, 0)
+def die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent ends (Linux; elsewhere nothing happens).
+
+    A polite signal would not do: a process that handles it in Python can be waiting for a lock that the interrupted
+    code holds, and then stays for ever. Where :data:`PARENT` tells who the parent was, a parent that ended before this
+    call is noticed too; the variable is taken out of the environment, so that grandchildren do not read it.
+    """
+    parent = os.environ.pop(PARENT, "")
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent.isdigit() and os.getppid() != int(parent):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tie_children() -> None:
+    """Let children of this process know whom :func:`die_with_parent` must find as their parent."""
+    os.environ[PARENT] = str(os.getpid())
 
 
 def free_port() -> int:

@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwright.checkpoints.layouts import expert_layout
 from shardwright.runtime.experts.balance import LoadMeter
+from shardwright.runtime.experts.dense_block import sparse_forward
 from shardwright.runtime.experts.module import LoraExperts, check_call
 from shardwright.runtime.lora.linear import LoraLinear
 from shardwright.runtime.mesh import Ranks
@@ -78,6 +79,9 @@ def inject(
         for target in by_module.pop(name, []):
             _adapt_stack(experts, target, dtype)
         replace(model, name, experts)
+        if experts.weigh_inputs:
+            block = model.get_submodule(name.rpartition(".")[0])
+            block.forward = sparse_forward(block)
     for name, wanted in by_module.items():
         linear = _submodule(model, name)
         if not isinstance(linear, nn.Linear) or len(wanted) != 1:

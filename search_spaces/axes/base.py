@@ -37,10 +37,11 @@ class Trial(Protocol):
 class Axis:
     """One axis of the space.
 
-    ``choices`` gives every legal value that follows the earlier draws, best-known order ascending;
+    ``choices`` gives every legal value that follows the earlier draws, the default first;
     ``check`` judges a whole strategy; ``read`` takes the axis value out of one.
-    ``encoding``: ``index`` draws a position in the sorted legal values (a metric axis),
-    ``categorical`` draws among ``fixed`` values, which never change between trials.
+    ``encoding``: ``index`` draws a position in the legal values (a metric axis), ``categorical`` draws among
+    ``fixed`` values, which never change between trials. ``refines``: the exhaustive scan of the explored
+    space keeps this axis at its default; the study and the refinement after it choose it.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Axis:
     check: Callable[[SearchContext, ParallelStrategy], tuple[Violation, ...]]
     encoding: Literal["index", "categorical"] = "index"
     fixed: tuple[Value, ...] = ()
+    refines: bool = False
 
     def draw(self, trial: Trial, allowed: tuple[Value, ...]) -> Value:
         """Take one of ``allowed`` through the trial; a single value is not drawn."""
@@ -62,3 +64,42 @@ class Axis:
 def no_rule(context: SearchContext, strategy: ParallelStrategy) -> tuple[Violation, ...]:
     """For axes whose values are legal on every model."""
     return ()
+
+
+def draws_of(strategy: ParallelStrategy) -> dict[str, Any]:
+    """A whole strategy as draws, for rules that are choices."""
+    return {name: value for name, value in (*strategy, *strategy.mesh) if name != "mesh"}
+
+
+def among(rule: str, axis: str, choices: Callable[[SearchContext, Draws], tuple[Value, ...]]) -> Any:
+    """The check of an axis whose legal values are exactly its choices."""
+
+    def check(context: SearchContext, strategy: ParallelStrategy) -> tuple[Violation, ...]:
+        draws = draws_of(strategy)
+        legal, value = choices(context, draws), draws[axis]
+        if value in legal:
+            return ()
+        return (
+            Violation(
+                rule=rule,
+                message=f"{axis} = {value} does not go with {strategy.mesh.text()} on this model and cluster",
+                nearest_legal=tuple(str(one) for one in legal[:3]),
+            ),
+        )
+
+    return check
+
+
+def gathers(draws: Draws) -> bool:
+    """Whether any weight is spread over more than one rank by FSDP."""
+    return bool(draws["shard"] * draws["ep"] * draws.get("cp", 1) > 1)
+
+
+def exchanges(draws: Draws) -> bool:
+    """Whether routed rows move between ranks."""
+    return bool(draws["ep"] > 1)
+
+
+def inner_ranks(draws: Draws) -> int:
+    """Neighbouring ranks that tensor and context parallelism take."""
+    return int(draws.get("tp", 1) * draws.get("cp", 1))

@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep everything, or keep each layer's input and recompute the rest."""
+"""Activation checkpointing: keep everything, keep each layer's input and recompute the rest, or some layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from shardwright.search_spaces import executable
 from shardwright.search_spaces.axes.base import Axis, Draws, Violation
 from shardwright.search_spaces.context import SearchContext
 
-VALUES = ("none", "full")
+VALUES = ("none", "full", "layers")
 
 
 def routing_is_kept(context: SearchContext) -> bool:
@@ -16,7 +16,9 @@ def routing_is_kept(context: SearchContext) -> bool:
 
 
 def _choices(context: SearchContext, draws: Draws) -> tuple[str, ...]:
-    return VALUES if routing_is_kept(context) else ("none",)
+    if not routing_is_kept(context):
+        return ("none",)
+    return VALUES if context.profile.shape.num_layers > 1 else VALUES[:2]
 
 
 def _check(context: SearchContext, strategy: ParallelStrategy) -> tuple[Violation, ...]:

@@ -1,4 +1,4 @@
-"""Context parallelism: a sequence is cut into 2·cp pieces. The cost model covers degree 1."""
+"""Context parallelism: a sequence is cut into 2·cp pieces, so that causal work is even."""
 
 from __future__ import annotations
 
@@ -8,12 +8,23 @@ from shardwright.search_spaces.context import SearchContext, divisors, nearest
 
 
 def _choices(context: SearchContext, draws: Draws) -> tuple[int, ...]:
-    return (1,)
+    """Degrees up to the domain: the ring of keys and values stays off the network cards."""
+    left = context.world // draws["pp"]
+    return tuple(
+        d
+        for d in divisors(left)
+        if d == 1 or (d <= context.domain and context.sequence_tokens % (2 * d) == 0 and not context.has_linear)
+    )
 
 
 def _check(context: SearchContext, strategy: ParallelStrategy) -> tuple[Violation, ...]:
     cp, tokens = strategy.mesh.cp, context.sequence_tokens
-    if cp == 1 or tokens % (2 * cp) == 0:
+    if cp == 1:
+        return ()
+    if context.has_linear:
+        message = f"cp {cp}: linear attention carries a state along the sequence, which the ring does not pass on"
+        return (Violation(rule="context-needs-attention", message=message, nearest_legal=("1",)),)
+    if tokens % (2 * cp) == 0:
         return ()
     legal = tuple(d for d in divisors(tokens) if tokens % (2 * d) == 0) or (1,)
     return (

@@ -28,4 +28,4 @@ def _check(context: SearchContext, strategy: ParallelStrategy) -> tuple[Violatio
     )
 
 
-AXIS = Axis("expert_padding_tokens", _choices, lambda s: s.expert_padding_tokens, _check)
+AXIS = Axis("expert_padding_tokens", _choices, lambda s: s.expert_padding_tokens, _check, refines=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwright.search_spaces.axes.base import Axis, Draws, no_rule
+from shardwright.search_spaces.axes.base import Axis, Draws, gathers, no_rule
 from shardwright.search_spaces.context import SearchContext
 
 VALUES = (True, False)
@@ -10,7 +10,7 @@ VALUES = (True, False)
 
 def _choices(context: SearchContext, draws: Draws) -> tuple[bool, ...]:
     """One value where nothing is gathered: both would be the same plan."""
-    return VALUES if draws["shard"] * draws["ep"] > 1 else (True,)
+    return VALUES if gathers(draws) else (True,)
 
 
 AXIS = Axis(

@@ -6,6 +6,9 @@ Legend: T tokens on a rank, R routed rows on a rank, H hidden, I expert width, V
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from shardwright.schemas.cluster import Calibration, ClusterSpec, DeviceSpec
 from shardwright.schemas.errors import ClusterError
@@ -28,6 +31,10 @@ ATTENTION_BACKWARD = 2.5
 
 CPU_GROUPED_SHARE = 0.8
 """Grouped over plain products on a CPU rank; assumed."""
+
+CPU_FIRST_TOUCH = 2.0e9
+"""Bytes/s of writing to fresh memory on a CPU rank (page faults): a twelfth of a copy's rate, the ratio
+measured under load at 64–256 MiB. `shardwright calibrate` measures it."""
 
 
 def op_time_ms(cost: OpCost, device: DeviceSpec, pass_name: str) -> float:
@@ -108,17 +115,17 @@ class Rates:
         measured = self.calibration.launch_overhead_s if self.calibration else None
         return self.device.launch_overhead_s if measured is None else measured
 
-    def gemm_s(self, flops: float, traffic_bytes: float, rows: float) -> float:
+    def gemm_s(self, flops: Any, traffic_bytes: Any, rows: Any) -> Any:
         """Dense product: the slower of computing and moving."""
-        curve = self.calibration.gemm_flops.get(self.dtype, ()) if self.calibration else ()
-        rate = rate_at(curve, rows) or flops_rate(self.device, self.dtype)
-        return max(flops / rate, traffic_bytes / self.bandwidth)
+        rate = self._measured("gemm_flops", rows)
+        if rate is None:
+            rate = flops_rate(self.device, self.dtype)
+        return np.maximum(flops / rate, traffic_bytes / self.bandwidth)
 
-    def grouped_s(self, flops: float, traffic_bytes: float, rows_per_expert: float) -> float:
+    def grouped_s(self, flops: Any, traffic_bytes: Any, rows_per_expert: Any) -> Any:
         """Grouped product: computing and moving add up (weights of many experts pass once)."""
-        curve = self.calibration.grouped_gemm_flops.get(self.dtype, ()) if self.calibration else ()
-        measured = rate_at(curve, rows_per_expert)
-        if measured:
+        measured = self._measured("grouped_gemm_flops", rows_per_expert)
+        if measured is not None:
             return flops / measured
         if self.device.type == "cpu":
             rate = CPU_GROUPED_SHARE * flops_rate(self.device, self.dtype)
@@ -127,12 +134,30 @@ class Rates:
             rate = GROUPED_SHARE_OF_PEAK * peak if peak else flops_rate(self.device, self.dtype)
         return flops / rate + traffic_bytes / (GROUPED_READ * self.bandwidth)
 
-    def attention_s(self, flops: float, sequence_tokens: float) -> float:
+    def attention_s(self, flops: Any, sequence_tokens: Any) -> Any:
         """Attention scores and their product with values."""
-        curve = self.calibration.attention_flops.get(self.dtype, ()) if self.calibration else ()
-        rate = rate_at(curve, sequence_tokens) or ATTENTION_SHARE * flops_rate(self.device, self.dtype)
-        return flops / rate
+        rate = self._measured("attention_flops", sequence_tokens)
+        return flops / (ATTENTION_SHARE * flops_rate(self.device, self.dtype) if rate is None else rate)
 
-    def traffic_s(self, traffic_bytes: float) -> float:
+    def traffic_s(self, traffic_bytes: Any) -> Any:
         """A memory-bound operator."""
         return traffic_bytes / self.bandwidth
+
+    def gather_copies_s(self, full_bytes: Any) -> Any:
+        """What a gather of X bytes costs beside the network: copied out of the flat buffer, read and written.
+
+        On a CPU rank both buffers are taken from the system for each gather, so both are also touched for
+        the first time.
+        """
+        seconds = 2 * full_bytes / self.bandwidth
+        return seconds + 2 * full_bytes / self.first_touch if self.device.type == "cpu" else seconds
+
+    @property
+    def first_touch(self) -> float:
+        """Bytes/s of writing to fresh memory on a CPU rank."""
+        measured = self.calibration.first_touch_bytes_per_s if self.calibration else None
+        return measured or CPU_FIRST_TOUCH
+
+    def _measured(self, name: str, size: Any) -> Any:
+        curves = getattr(self.calibration, name) if self.calibration else {}
+        return rate_at(curves.get(self.dtype, ()), size)

@@ -59,13 +59,23 @@ class FusedProviders:
         return kernel_cost(op, shape, dtype)
 
 
+EXPERT_OPERATORS = ("moe_layer", "grouped_lora_mlp")
+"""Kernels of the experts block: the whole layer at ep 1, received rows otherwise."""
+
+
 def operator_of(decision: FusionDecision) -> str:
-    """The operator name of a decision: its op, else its pattern, with underscores."""
+    """A decision's operator: its op, else its pattern, with underscores; both expert kernels are ``experts``."""
+    if decision.op in EXPERT_OPERATORS:
+        return "experts"
     return (decision.pattern if decision.op in ("", "-") else decision.op).replace("-", "_")
 
 
 def kernel_cost(op: str, shape: dict[str, int], dtype: str) -> OpCost:
-    """What the fused operator of that name declares for a shape."""
+    """What the fused operator of that name declares for a shape.
+
+    The experts block is priced as its received rows: the whole-layer kernel moves less.
+    """
+    op = "grouped_lora_mlp" if op == "experts" else op
     module = importlib.import_module(f"shardwright.kernels.{op}.cost")
     cost: OpCost = module.cost(**shape, dtype=dtype)
     return cost

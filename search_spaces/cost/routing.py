@@ -1,28 +1,108 @@
 """How many routed rows the fullest expert-parallel rank gets.
 
-Legend: T tokens per rank, K experts per token, E experts, e = EP degree.
+Legend: T tokens per rank, K experts per token, E experts, e = EP degree. Functions take numbers or
+columns of numbers.
 """
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
 
 EXPERT_LOAD_SPREAD = 0.5
 """Standard deviation over mean of the tokens per expert; assumed, for a trained router."""
 
+MEMORY_QUANTILE = 0.95
+"""Memory is planned for the rows that the fullest rank stays below in this share of micro-batches."""
 
-def rank_imbalance(tokens: int, experts_per_token: int, experts: int, ep: int) -> float:
+Loads = tuple[tuple[float, ...], ...]
+"""For each MoE layer the share of all routed rows that each expert got; shares of a layer add up to 1."""
+
+
+@lru_cache(maxsize=1024)
+def spread_factor(ranks: int, quantile: float | None) -> float:
+    """Standard deviations by which the fullest of ``ranks`` normal loads exceeds their mean.
+
+    Expected maximum ``sqrt(2 ln e)``; at a quantile q ``Φ⁻¹(q^(1/e))``, never below the expectation.
+    """
+    if ranks <= 1:
+        return 0.0
+    expected = math.sqrt(2 * math.log(ranks))
+    return expected if quantile is None else max(expected, NormalDist().inv_cdf(quantile ** (1 / ranks)))
+
+
+@lru_cache(maxsize=4096)
+def placed_imbalance(loads: Loads, ep: int, balanced: bool, redundant: int) -> float:
+    """Rows of the fullest rank over the mean for measured loads, mean over layers.
+
+    Contiguous: runs of E/e experts. Balanced: most loaded first, each to the emptiest rank that has a
+    free place; redundant copies split the load of the experts that are most loaded per copy.
+    """
+    return sum(_layer_imbalance(shares, ep, balanced, redundant) for shares in loads) / len(loads)
+
+
+def _layer_imbalance(shares: tuple[float, ...], ep: int, balanced: bool, redundant: int) -> float:
+    each = len(shares) // ep
+    if not balanced:
+        return max(sum(shares[rank * each : (rank + 1) * each]) for rank in range(ep)) * ep
+    copies = [1] * len(shares)
+    for _ in range(redundant * ep):
+        spare = [expert for expert in range(len(shares)) if copies[expert] < ep]
+        if spare:
+            copies[max(spare, key=lambda expert: (shares[expert] / copies[expert], -expert))] += 1
+    pieces = [
+        (-share / n, expert) for expert, (share, n) in enumerate(zip(shares, copies, strict=True)) for _ in range(n)
+    ]
+    loads, held = [0.0] * ep, [set[int]() for _ in range(ep)]
+    for negative, expert in sorted(pieces):
+        free = [rank for rank in range(ep) if len(held[rank]) < each + redundant]
+        without = [rank for rank in free if expert not in held[rank]] or free
+        rank = min(without, key=lambda r: (loads[r], r))
+        loads[rank] -= negative
+        held[rank].add(expert)
+    return max(loads) * ep
+
+
+def rank_imbalance(
+    tokens: Any,
+    experts_per_token: int,
+    experts: int,
+    ep: Any,
+    quantile: float | None = None,
+    loads: Loads = (),
+    balanced: Any = False,
+    redundant: Any = 0,
+) -> Any:
     """Rows of the fullest rank over the mean, at least 1.
 
-    ``1 + sqrt(2 ln e) · sqrt(1/(T·K) + s²·e/E)``: the expected maximum of e normal loads with
-    multinomial noise and spread s between experts (a rank averages E/e of them). Never more than
-    every token choosing only this rank's experts: ``e · min(K, E/e) / K``.
+    Prior: ``1 + c · sqrt(1/(T·K) + s²·e/E)``, multinomial noise and a spread s between experts (a rank
+    averages E/e of them), c from ``spread_factor``. With measured loads the placement's own imbalance
+    stands for the spread: ``placed + c · sqrt(1/(T·K))``. Never more than every token choosing only this
+    rank's experts: ``e · min(K, E/e) / K``.
     """
-    if ep == 1 or experts == 0:
-        return 1.0
-    noise = 1.0 / (tokens * experts_per_token) + EXPERT_LOAD_SPREAD**2 * ep / experts
-    most = ep * min(experts_per_token, experts // ep) / experts_per_token
-    return max(1.0, min(1.0 + math.sqrt(2 * math.log(ep)) * math.sqrt(noise), most))
+    if experts == 0:
+        return np.ones_like(np.asarray(ep, dtype=np.float64))[()]
+    tokens, ep = np.asarray(tokens, dtype=np.float64), np.asarray(ep, dtype=np.float64)
+    c = _by_value(lambda e: spread_factor(int(e), quantile), ep)
+    if loads:
+        triples = np.stack(np.broadcast_arrays(ep, balanced, redundant)).astype(np.int64).reshape(3, -1)
+        unique, inverse = np.unique(triples, axis=1, return_inverse=True)
+        known = np.array([placed_imbalance(loads, int(e), bool(b), int(r)) for e, b, r in unique.T])
+        placed = known[inverse.reshape(-1)].reshape(ep.shape)
+        value = placed + c * np.sqrt(1.0 / (tokens * experts_per_token))
+    else:
+        value = 1.0 + c * np.sqrt(1.0 / (tokens * experts_per_token) + EXPERT_LOAD_SPREAD**2 * ep / experts)
+    most = ep * np.minimum(experts_per_token, experts // ep) / experts_per_token
+    return np.maximum(1.0, np.minimum(value, most))[()]
+
+
+def _by_value(function: Any, values: Any) -> Any:
+    unique, inverse = np.unique(values, return_inverse=True)
+    return np.array([function(value) for value in unique])[inverse.reshape(-1)].reshape(values.shape)
 
 
 def expert_imbalance(rows_per_expert: float, experts: int) -> float:
@@ -34,12 +114,23 @@ def expert_imbalance(rows_per_expert: float, experts: int) -> float:
     return 1.0 + math.sqrt(2 * math.log(experts) / rows_per_expert) if experts > 1 else 1.0
 
 
-def routed_rows(tokens: int, experts_per_token: int, experts: int, ep: int, padding: int = 1) -> int:
+def routed_rows(
+    tokens: Any,
+    experts_per_token: int,
+    experts: int,
+    ep: Any,
+    padding: Any = 1,
+    quantile: float | None = None,
+    loads: Loads = (),
+    balanced: Any = False,
+    redundant: Any = 0,
+) -> Any:
     """Rows that the fullest rank computes: ``imbalance · T · K``, never divided by e, plus padding.
 
     Padding adds at most ``padding − 1`` rows for each local expert; half of that is expected.
     """
     if experts == 0:
-        return 0
-    rows = math.ceil(tokens * experts_per_token * rank_imbalance(tokens, experts_per_token, experts, ep))
-    return rows + math.ceil((padding - 1) * (experts // ep) / 2)
+        return np.zeros_like(np.asarray(ep, dtype=np.float64))[()]
+    worst = rank_imbalance(tokens, experts_per_token, experts, ep, quantile, loads, balanced, redundant)
+    rows = np.ceil(np.asarray(tokens) * experts_per_token * worst)
+    return (rows + np.ceil((np.asarray(padding) - 1) * (experts // np.asarray(ep)) / 2))[()]

@@ -1,47 +1,60 @@
-"""Time of one optimizer step on the slowest rank, by term.
+"""Time of one optimizer step on the slowest rank, by term, for all plans at once.
 
-Legend: m micro-batches per step, T tokens of one on a rank, H hidden, V vocabulary, U gathered layer.
+Legend: m micro-batches per step, T tokens of one on a rank, H hidden, V vocabulary, U gathered layer,
+e = EP, t = TP, c = CP degree, p pipeline stages, c_k chunks of an expert exchange.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
+from shardwright.schemas.canonical import round_significant
 from shardwright.schemas.cluster import Calibration, ClusterSpec
 from shardwright.schemas.cost import TimeComponent, TimeReport
 from shardwright.schemas.ops import EvidenceOrigin
-from shardwright.schemas.strategy import ParallelStrategy
 from shardwright.search_spaces.cost.communication import (
+    Group,
     Network,
     dense_group,
     expert_group,
+    group,
+    node_groups,
     replica_group,
     shard_group,
 )
 from shardwright.search_spaces.cost.compute import Rates
+from shardwright.search_spaces.cost.formats import expert_bytes
 from shardwright.search_spaces.cost.fusion import FusedProviders
-from shardwright.search_spaces.cost.layer_time import LayerTime, layer_time
+from shardwright.search_spaces.cost.layer_time import LayerTime, layer_time, per_value
 from shardwright.search_spaces.cost.memory import (
     adapter_shard,
     gathered_layer_bytes,
     gathered_root_bytes,
     rows_of,
+    saved_activation_bytes,
 )
-from shardwright.search_spaces.cost.overlap import split_s
-from shardwright.search_spaces.cost.workload import Workload
+from shardwright.search_spaces.cost.overlap import SLOWDOWN, split_s
+from shardwright.search_spaces.cost.plans import Array, Plans
+from shardwright.search_spaces.cost.workload import LayerWork, Workload
+from shardwright.search_spaces.topology import domain_devices
 
 Kind = Literal["compute", "exposed_communication", "hidden_communication", "launch", "optimizer"]
 
 FORMULAS = {
     "dense_linears": "m·L·4·T·N_dense flops (forward and input gradient), or weights and activations moved",
-    "attention": "m·L·2·S·T·n·d flops causal, backward 2.5×",
+    "attention": "m·L·2·S·T·n·d flops causal, backward 2.5×; latent, linear and sparse by their own counts",
     "norms": "bytes of two norms per layer by the chosen provider",
     "residual_and_rotary": "bytes of residual adds, rotary and dense SwiGLU",
     "adapters": "2·r·(in + out) per token or row, backward 2×; larger of flops and bytes",
     "experts": "12·R·H·I flops plus weights and rows moved, R of the fullest rank",
     "expert_rows": "sort, gather, activation, weighting, combine: 24 + 12 passes over R·H when eager",
+    "dequantise": "one layer's packed weights unpacked in each pass: b·N written",
 }
+
+CURVES = {"experts": "grouped_gemm_flops", "dense_linears": "gemm_flops", "attention": "attention_flops"}
 
 OPTIMIZER_LAUNCHES = 40
 """Kernels of clipping and one foreach update; assumed."""
@@ -50,143 +63,284 @@ PCIE_BYTES_PER_S = 25e9
 """Host to device copies per rank; assumed."""
 
 
+@dataclass(frozen=True)
+class TimeTerm:
+    """One component for every plan, milliseconds."""
+
+    name: str
+    milliseconds: Array
+    kind: Kind
+    formula: str
+    origin: EvidenceOrigin
+
+
+@dataclass(frozen=True)
+class Times:
+    """Step time of every plan."""
+
+    terms: tuple[TimeTerm, ...]
+    step_ms: Array
+    tokens_per_step: int
+
+    def report(self, plan: int) -> TimeReport:
+        """The report of one plan, six significant digits as plans store them."""
+        components = tuple(
+            TimeComponent(
+                name=t.name,
+                milliseconds=round_significant(float(t.milliseconds[plan])),
+                kind=t.kind,
+                formula=t.formula,
+                origin=t.origin,
+            )
+            for t in self.terms
+            if t.milliseconds[plan] > 0
+        )
+        spent = [c for c in components if c.kind != "hidden_communication"]
+        step_ms = float(self.step_ms[plan])
+        return TimeReport(
+            components=components,
+            step_ms=round_significant(step_ms),
+            tokens_per_s=round_significant(self.tokens_per_step / step_ms * 1e3),
+            bound_by=max(spent, key=lambda c: c.milliseconds).name,
+        )
+
+
+@dataclass
 class Step:
     """Collects the time terms of one optimizer step."""
 
-    def __init__(
-        self,
-        work: Workload,
-        cluster: ClusterSpec,
-        strategy: ParallelStrategy,
-        fused: FusedProviders,
-        calibration: Calibration | None,
+    work: Workload
+    cluster: ClusterSpec
+    plans: Plans
+    fused: FusedProviders
+    calibration: Calibration | None
+    terms: list[TimeTerm] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        work, plans = self.work, self.plans
+        self.rates = Rates.of(self.cluster, work.dtype, self.calibration)
+        self.network = Network(self.cluster, self.calibration)
+        self.tokens = plans.tokens(work.recipe.batch.sequence_tokens)
+        self.rows = rows_of(work, plans, self.tokens)
+        self.m = plans.accumulation
+        self.stage = plans.stage_share(work.profile.shape.num_layers)
+        self.launching_s = np.zeros(len(plans))
+
+    def add(
+        self, name: str, seconds: Array | float, kind: Kind, formula: str, origin: EvidenceOrigin = "modelled"
     ) -> None:
-        self.work, self.cluster, self.strategy, self.fused = work, cluster, strategy, fused
-        self.rates = Rates.of(cluster, work.dtype, calibration)
-        self.network = Network(cluster, calibration)
-        self.tokens = strategy.micro_batch_sequences * work.recipe.batch.sequence_tokens
-        self.rows = rows_of(work, strategy, self.tokens)
-        self.micro_batches = strategy.accumulation_steps
-        self.components: list[TimeComponent] = []
-        self.launching_s = 0.0
+        whole = np.broadcast_to(np.asarray(seconds, dtype=np.float64), (len(self.plans),))
+        if np.any(whole > 0):
+            self.terms.append(TimeTerm(name, 1e3 * whole, kind, formula, origin))
 
-    def add(self, name: str, seconds: float, kind: Kind, formula: str, origin: EvidenceOrigin = "modelled") -> None:
-        if seconds > 0:
-            self.components.append(
-                TimeComponent(name=name, milliseconds=1e3 * seconds, kind=kind, formula=formula, origin=origin)
-            )
-
-    def report(self) -> TimeReport:
+    def run(self) -> Times:
+        """All terms. Order matters for ties only."""
         layers = [
-            layer_time(self.work, layer, self.strategy, self.rates, self.fused, self.tokens, self.rows)
+            layer_time(self.work, layer, self.plans, self.rates, self.fused, self.tokens, self.rows)
             for layer in self.work.layers
         ]
         self._compute(layers)
         self._head()
         self._gathers(layers)
-        self._dispatch()
+        self._dispatch(layers)
+        self._tensor_and_context(layers)
+        self._host_copies(layers)
+        self._pipeline()
         self._adapter_gradients()
         self._optimizer()
-        self.add("launch", self.launching_s, "launch", "operators × launch time, beyond what computing covers")
-        spent = [c for c in self.components if c.kind != "hidden_communication"]
-        step_ms = sum(c.milliseconds for c in spent)
-        return TimeReport(
-            components=tuple(self.components),
-            step_ms=step_ms,
-            tokens_per_s=self.work.recipe.batch.tokens_per_step / step_ms * 1e3,
-            bound_by=max(spent, key=lambda c: c.milliseconds).name,
-        )
+        formula = "operators × launch time, beyond what computing covers"
+        self.add("launch", self.launching_s, "launch", formula)
+        spent = [t.milliseconds for t in self.terms if t.kind != "hidden_communication"]
+        step_ms = np.add.reduce(np.stack(spent), axis=0)
+        return Times(tuple(self.terms), step_ms, self.work.recipe.batch.tokens_per_step)
+
+    def counts(self, position: int, layer: LayerWork) -> tuple[tuple[Array, bool], ...]:
+        """(layers of this kind on the fullest stage in all micro-batches, whether they are recomputed)."""
+        again = self.plans.recomputed[position]
+        scale = self.m * self.stage
+        return (scale * (layer.count - again), False), (scale * again, True)
 
     def _compute(self, layers: list[LayerTime]) -> None:
-        m, recompute, forwards = self.micro_batches, 0.0, 2 if self.strategy.checkpointing == "full" else 1
-        sums: dict[str, float] = defaultdict(float)
-        for layer, one in zip(self.work.layers, layers, strict=True):
-            for name, (forward, backward) in one.terms.items():
-                sums[name] += m * layer.count * (forward + backward)
-            recompute += m * layer.count * one.forward
-            waits = forwards * self._wait_s(one.forward, one.launches[0]) + self._wait_s(one.backward, one.launches[1])
-            self.launching_s += m * layer.count * waits
+        recompute = np.zeros(len(self.plans))
+        sums: dict[str, Array] = {}
+        for position, (layer, one) in enumerate(zip(self.work.layers, layers, strict=True)):
+            waits = self._wait_s(one.forward, one.launches[0]), self._wait_s(one.backward, one.launches[1])
+            for count, again in self.counts(position, layer):
+                for name, (forward, backward) in one.terms.items():
+                    sums[name] = sums.get(name, 0.0) + count * (forward + backward)
+                recompute = recompute + (count * one.forward if again else 0.0)
+                self.launching_s = self.launching_s + count * ((2 if again else 1) * waits[0] + waits[1])
         for name, seconds in sums.items():
-            curve = {"experts": "grouped_gemm_flops", "dense_linears": "gemm_flops", "attention": "attention_flops"}
-            self.add(name, seconds, "compute", FORMULAS[name], self.rates.origin(curve.get(name, "copy_bytes_per_s")))
-        if forwards == 2:
-            self.add("recompute", recompute, "compute", "every layer's forward again")
+            self.add(name, seconds, "compute", FORMULAS[name], self.rates.origin(CURVES.get(name, "copy_bytes_per_s")))
+        self.add("recompute", recompute, "compute", "the forward of recomputed layers again")
 
     def _head(self) -> None:
-        cost = self.fused.cost(
-            "linear_cross_entropy",
-            {"T": self.tokens, "H": self.work.hidden, "V": self.work.vocabulary},
-            self.work.dtype,
-        )
-        seconds = 0.0
-        for one in (cost.forward, cost.backward):
-            if one is not None:
-                moved = one.bytes_read + one.bytes_written
-                spent = self.rates.gemm_s(one.flops, 0.0, self.tokens) + self.rates.traffic_s(moved)
-                self.launching_s += self.micro_batches * self._wait_s(spent, one.launches)
-                seconds += spent
-        formula = "4·T·H·V flops and the logits' passes through memory"
-        self.add("head_and_loss", self.micro_batches * seconds, "compute", formula)
+        work = self.work
+
+        def counted(tokens: int) -> tuple[float, ...]:
+            cost = self.fused.cost(
+                "linear_cross_entropy", {"T": tokens, "H": work.hidden, "V": work.vocabulary}, work.dtype
+            )
+            found: list[float] = []
+            for one in (cost.forward, cost.backward):
+                found += [one.flops, one.bytes_read + one.bytes_written, one.launches] if one else [0.0, 0.0, 0.0]
+            return tuple(found)
+
+        numbers = per_value(self.tokens, counted)
+        seconds = np.zeros(len(self.plans))
+        for flops, moved, launches in (numbers[:3], numbers[3:]):
+            spent = self.rates.gemm_s(flops, 0.0 * flops, self.tokens) + self.rates.traffic_s(moved)
+            self.launching_s = self.launching_s + self.m * self._wait_s(spent, launches)
+            seconds = seconds + spent
+        self.add("head_and_loss", self.m * seconds, "compute", "4·T·H·V flops and the logits' passes through memory")
 
     def _gathers(self, layers: list[LayerTime]) -> None:
-        mesh, m = self.strategy.mesh, self.micro_batches
-        dense, shard = dense_group(mesh, self.cluster), shard_group(mesh, self.cluster)
-        exposed = hidden = 0.0
-        first = 0.0
-        for layer, one in zip(self.work.layers, layers, strict=True):
-            dense_bytes, expert_bytes = gathered_layer_bytes(self.work, layer, self.strategy)
-            gather = self.network.all_gather_s(dense_bytes, dense) + self.network.all_gather_s(expert_bytes, shard)
-            first = first or gather
+        plans = self.plans
+        dense, shard = dense_group(plans, self.cluster), shard_group(plans, self.cluster)
+        near_dense, near_shard = node_groups(plans, self.cluster)
+        none = np.zeros(len(plans))
+        exposed, hidden, copies, gathering, computing, first = none, none, none, none, none, none
+        pooled = (plans.prefetch > 1) & (self.cluster.backend != "gloo")
+        for position, (layer, one) in enumerate(zip(self.work.layers, layers, strict=True)):
+            dense_bytes, expert_bytes_ = gathered_layer_bytes(self.work, layer, plans)
+            far = self._gather_s(dense_bytes, expert_bytes_, dense, shard)
+            near = self._gather_s(dense_bytes, expert_bytes_, near_dense, near_shard)
+            again_s = np.where(plans.reshard, np.where(plans.node_scope, near, far), 0.0)
+            copy = self.rates.gather_copies_s(dense_bytes + expert_bytes_)
+            first = np.where(first > 0, first, far)
             forward = one.forward + self._wait_s(one.forward, one.launches[0])
-            behind = [forward]
-            if self.strategy.reshard_after_forward:
-                backward = one.backward + self._wait_s(one.backward, one.launches[1])
-                behind.append(backward + (forward if self.strategy.checkpointing == "full" else 0.0))
-            for compute in behind:
-                shown, covered = split_s(gather, compute, self.cluster, self.strategy.prefetch_depth)
-                exposed += m * layer.count * shown
-                hidden += m * layer.count * covered
-        root = self.network.all_gather_s(gathered_root_bytes(self.work, self.strategy), dense)
-        passes = 2 if self.strategy.reshard_after_forward else 1
-        if hidden:
-            exposed += m * first * passes
+            backward = one.backward + self._wait_s(one.backward, one.launches[1])
+            for count, again in self.counts(position, layer):
+                copies = copies + count * copy * np.where(plans.reshard, 2.0, 1.0)
+                for gather, compute in ((far, forward), (again_s, backward + forward if again else backward)):
+                    shown, covered = split_s(gather, compute, self.cluster, plans.prefetch)
+                    exposed, hidden = exposed + count * shown, hidden + count * covered
+                    gathering, computing = gathering + count * gather, computing + count * compute
+        covered = np.minimum(gathering, computing)
+        exposed = np.where(pooled, gathering - covered + (SLOWDOWN - 1) * covered, exposed)
+        hidden = np.where(pooled, covered, hidden)
+        root_bytes = gathered_root_bytes(self.work, plans)
+        root = self.network.all_gather_s(root_bytes, dense)
+        copies = copies + self.m * self.rates.gather_copies_s(root_bytes)
+        passes = np.where(plans.reshard, 2.0, 1.0)
+        exposed = exposed + np.where(hidden > 0, self.m * first * passes, 0.0)
         origin = self.network.origin("all_gather")
-        times = f"{passes}·m gathers of each layer, m of the root"
-        self.add("weight_gathers", exposed + m * root, "exposed_communication", f"{times}; the part not hidden", origin)
+        times = "2·m gathers of each layer (m where weights are kept), m of the root"
+        self.add("weight_gathers", exposed + self.m * root, "exposed_communication", f"{times}; not hidden", origin)
         self.add("weight_gathers_hidden", hidden, "hidden_communication", f"{times}; behind computation", origin)
+        formula = "gathered weights copied out of the flat buffer, read and written"
+        if self.cluster.device.type == "cpu":
+            formula += "; fresh memory touched"
+        self.add("gather_copies", copies, "compute", formula)
 
-    def _dispatch(self) -> None:
-        routed = sum(layer.count for layer in self.work.layers if layer.routed)
-        ep = expert_group(self.strategy.mesh, self.cluster)
-        if ep.size == 1 or not routed:
-            return
-        exchanges = 6 if self.strategy.checkpointing == "full" else 4
-        one = self.network.all_to_all_s(self.rows * self.work.hidden * self.work.base_bytes, ep)
-        self.add(
-            "expert_all_to_all",
-            self.micro_batches * routed * exchanges * one,
-            "exposed_communication",
-            f"{exchanges} exchanges of R·H·b bytes per MoE layer and micro-batch",
-            self.network.origin("all_to_all"),
+    def _gather_s(self, dense: Array, experts: Array, dense_ranks: Group, expert_ranks: Group) -> Array:
+        return np.asarray(
+            self.network.all_gather_s(dense, dense_ranks) + self.network.all_gather_s(experts, expert_ranks)
         )
+
+    def _dispatch(self, layers: list[LayerTime]) -> None:
+        plans, shape = self.plans, self.work.profile.shape
+        ep = expert_group(plans, self.cluster)
+        if not np.any(plans.ep > 1):
+            return
+        sent = self.rows * self.work.row_width * self.work.base_bytes / plans.chunks
+        plain = self.network.all_to_all_s(sent, ep)
+        spread = self.network.hierarchical_exchange_s(sent, ep, shape.num_experts, shape.experts_per_token)
+        one = np.where(plans.hierarchical, np.minimum(spread, plain), plain)
+        exposed, hidden = np.zeros(len(plans)), np.zeros(len(plans))
+        for position, (layer, time) in enumerate(zip(self.work.layers, layers, strict=True)):
+            if not layer.routed:
+                continue
+            forward, backward = (time.terms["experts"][i] + time.terms["expert_rows"][i] for i in (0, 1))
+            for count, again in self.counts(position, layer):
+                for passes, compute in ((2 if again else 1, forward), (1, backward)):
+                    exchange = 2 * plans.chunks * one
+                    behind = (1 - 1 / plans.chunks) * np.minimum(exchange, compute)
+                    shown = exchange - behind + (SLOWDOWN - 1) * behind
+                    exposed, hidden = exposed + count * passes * shown, hidden + count * passes * behind
+        origin = self.network.origin("all_to_all")
+        formula = "4 exchanges of R·H·b bytes per MoE layer and micro-batch, 6 where it is recomputed"
+        self.add("expert_all_to_all", exposed, "exposed_communication", formula, origin)
+        formula = "chunks of an exchange behind the products of the chunk before"
+        self.add("expert_all_to_all_hidden", hidden, "hidden_communication", formula, origin)
+
+    def _tensor_and_context(self, layers: list[LayerTime]) -> None:
+        plans, b = self.plans, self.work.base_bytes
+        tensor, context = np.zeros(len(plans)), np.zeros(len(plans))
+        covered = np.zeros(len(plans))
+        ranks = group(plans.tp, 1, domain_devices(self.cluster))
+        whole = self.tokens * plans.tp * b * self.work.hidden
+        one = self.network.all_gather_s(whole, ranks)
+        stride = group(plans.cp, plans.tp, domain_devices(self.cluster))
+        keys = 2 * self.tokens * plans.tp * plans.cp * b * self.work.key_width / plans.tp
+        ring = self.network.all_gather_s(keys, stride)
+        for position, (layer, time) in enumerate(zip(self.work.layers, layers, strict=True)):
+            attention = time.terms["attention"]
+            for count, again in self.counts(position, layer):
+                tensor = tensor + count * (12 if again else 8) * one
+                for passes, compute in ((2 if again else 1, attention[0]), (2, attention[1] / 2)):
+                    shown, behind = split_s(ring, compute, self.cluster, 1)
+                    context, covered = context + count * passes * shown, covered + count * passes * behind
+        formula = "4 gathers and 4 reduce-scatters of T·H·b per layer, half more where it is recomputed"
+        self.add("tensor_parallel", tensor, "exposed_communication", formula, self.network.origin("all_gather"))
+        self.add("context_ring", context, "exposed_communication", "keys and values around the ring; not hidden")
+        self.add("context_ring_hidden", covered, "hidden_communication", "keys and values behind attention")
+
+    def _host_copies(self, layers: list[LayerTime]) -> None:
+        plans = self.plans
+        if not np.any(plans.offload >= 2):
+            return
+        exposed, hidden = np.zeros(len(plans)), np.zeros(len(plans))
+        saved = saved_activation_bytes(self.work, plans, self.fused) * self.stage / PCIE_BYTES_PER_S
+        forward, backward = np.zeros(len(plans)), np.zeros(len(plans))
+        fetched = np.zeros(len(plans))
+        for position, (layer, time) in enumerate(zip(self.work.layers, layers, strict=True)):
+            share = plans.ep * plans.expert_tp * plans.expert_shards
+            fetched = fetched + layer.count * self.stage * expert_bytes(self.work, plans) * (
+                layer.expert_parameters / share
+            )
+            for count, again in self.counts(position, layer):
+                forward = forward + count / self.m * time.forward
+                backward = backward + count / self.m * (time.backward + (time.forward if again else 0.0))
+        fetch = fetched / PCIE_BYTES_PER_S
+        away, hosted = plans.offloads("activations"), plans.offloads("frozen_experts")
+        for compute in (forward, backward):
+            for moved in (np.where(away, saved, 0.0), np.where(hosted, fetch, 0.0)):
+                shown, behind = split_s(moved, compute, self.cluster, 1)
+                exposed, hidden = exposed + self.m * shown, hidden + self.m * behind
+        self.add("host_copies", exposed, "exposed_communication", "offloaded bytes over PCIe; not hidden", "assumed")
+        self.add("host_copies_hidden", hidden, "hidden_communication", "behind computation", "assumed")
+
+    def _pipeline(self) -> None:
+        """Bubble ``(p − 1)/m`` of what the stages spend; a message of T·H·b to the next stage and back."""
+        plans = self.plans
+        if not np.any(plans.pp > 1):
+            return
+        spent = [t.milliseconds for t in self.terms if t.kind != "hidden_communication"]
+        busy = np.add.reduce(np.stack(spent), axis=0) / 1e3 + self.launching_s
+        self.add("pipeline_bubble", (plans.pp - 1) / self.m * busy, "exposed_communication", "(p − 1)/m · stage time")
+        apart = plans.world / plans.pp >= domain_devices(self.cluster)
+        send = self.network.send_s(self.tokens * self.work.base_bytes * self.work.hidden, apart)
+        seconds = np.where(plans.pp > 1, 2 * self.m * send, 0.0)
+        self.add("pipeline_sends", seconds, "exposed_communication", "2·m messages of T·H·b bytes")
 
     def _adapter_gradients(self) -> None:
         """Reduce-scatter per layer and micro-batch; all-reduce over replicas once."""
-        mesh, work = self.strategy.mesh, self.work
+        plans, work = self.plans, self.work
         width = 4 if work.recipe.precision.reduce == "float32" else 2
-        dense, shard = dense_group(mesh, self.cluster), shard_group(mesh, self.cluster)
-        seconds = sum(
-            layer.count
-            * (
-                self.network.all_gather_s(width * layer.adapters.dense_parameters, dense)
-                + self.network.all_gather_s(width * layer.adapters.expert_parameters / mesh.ep, shard)
+        dense, shard = dense_group(plans, self.cluster), shard_group(plans, self.cluster)
+        seconds = np.zeros(len(plans))
+        for layer in work.layers:
+            one = self._gather_s(
+                width * layer.adapters.dense_parameters / plans.tp,
+                width * layer.adapters.expert_parameters / (plans.ep * plans.expert_tp),
+                dense,
+                shard,
             )
-            for layer in work.layers
-        )
-        seconds *= self.micro_batches
-        seconds += self.network.all_reduce_s(
-            width * adapter_shard(work, self.strategy), replica_group(mesh, self.cluster)
-        )
+            seconds = seconds + layer.count * self.stage * one
+        seconds = seconds * self.m
+        local = adapter_shard(work, plans, self.stage)
+        seconds = seconds + self.network.all_reduce_s(width * local, replica_group(plans, self.cluster))
         overlapped = self.cluster.backend == "nccl"
         self.add(
             "adapter_gradients",
@@ -197,25 +351,23 @@ class Step:
         )
 
     def _optimizer(self) -> None:
-        local = adapter_shard(self.work, self.strategy)
+        local = adapter_shard(self.work, self.plans, self.stage)
         seconds = self.rates.traffic_s(10 * self.work.adapter_bytes * local)
-        if self.strategy.offload == "adapter_optimizer":
-            seconds += 4 * self.work.adapter_bytes * local / PCIE_BYTES_PER_S
-        self.launching_s += self._wait_s(seconds, OPTIMIZER_LAUNCHES)
+        away = self.plans.offloads("adapter_optimizer")
+        seconds = seconds + np.where(away, 4 * self.work.adapter_bytes * local / PCIE_BYTES_PER_S, 0.0)
+        self.launching_s = self.launching_s + self._wait_s(seconds, OPTIMIZER_LAUNCHES)
         self.add("optimizer", seconds, "optimizer", "10 passes over local adapters: clip, moments, update")
 
-    def _wait_s(self, compute_s: float, launches: float) -> float:
+    def _wait_s(self, compute_s: Array, launches: Array | float) -> Array:
         """Launch time of a pass: on an accelerator what its kernels do not cover, on a CPU all of it."""
-        seconds = launches * self.rates.launch_s
-        return seconds if self.cluster.device.type == "cpu" else max(0.0, seconds - compute_s)
+        seconds = np.asarray(launches * self.rates.launch_s)
+        if self.cluster.device.type == "cpu":
+            return np.broadcast_to(seconds, np.shape(compute_s))
+        return np.maximum(0.0, seconds - compute_s)
 
 
-def step_report(
-    work: Workload,
-    cluster: ClusterSpec,
-    strategy: ParallelStrategy,
-    fused: FusedProviders,
-    calibration: Calibration | None,
-) -> TimeReport:
-    """Every time term of one optimizer step."""
-    return Step(work, cluster, strategy, fused, calibration).report()
+def times_of(
+    work: Workload, cluster: ClusterSpec, plans: Plans, fused: FusedProviders, calibration: Calibration | None
+) -> Times:
+    """Every time term of one optimizer step, for every plan."""
+    return Step(work, cluster, plans, fused, calibration).run()

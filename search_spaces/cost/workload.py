@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from shardwright.schemas.lora import LoraTarget
 from shardwright.schemas.profile import CheckpointProfile, LayerKind
 from shardwright.schemas.recipe import Recipe
+from shardwright.search_spaces.cost.routing import Loads
 from shardwright.search_spaces.providers import BYTES
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -80,6 +81,8 @@ class Workload:
     dtype: str
     base_bytes: int
     adapter_bytes: int
+    loads: Loads = ()
+    """Measured share of rows by MoE layer and expert; empty: a stated prior."""
 
     @property
     def hidden(self) -> int:
@@ -107,8 +110,31 @@ class Workload:
     def key_width(self) -> int:
         return self.profile.shape.num_key_value_heads * self.profile.shape.head_dim
 
+    @property
+    def row_width(self) -> int:
+        """Width of a routed row: the latent width where experts have one."""
+        return self.profile.shape.expert_hidden_size or self.hidden
 
-def workload(profile: CheckpointProfile, recipe: Recipe, targets: Sequence[LoraTarget]) -> Workload:
+    @property
+    def linear_width(self) -> int:
+        """n·d of linear attention."""
+        shape = self.profile.shape
+        return (shape.linear_num_heads or shape.num_attention_heads) * (shape.linear_head_dim or shape.head_dim)
+
+    def latent(self, layer: LayerWork) -> bool:
+        """Whether the layer's attention compresses keys and values."""
+        return layer.kind.attention in ("mla", "dsa") and self.profile.shape.kv_lora_rank > 0
+
+    def inner_width(self, layer: LayerWork) -> int:
+        """Width of what the output projection reads."""
+        if layer.kind.attention == "linear":
+            return self.linear_width
+        if self.latent(layer):
+            return self.profile.shape.num_attention_heads * self.profile.shape.v_head_dim
+        return self.query_width
+
+
+def workload(profile: CheckpointProfile, recipe: Recipe, targets: Sequence[LoraTarget], loads: Loads = ()) -> Workload:
     """Count a model once; every strategy is priced from this."""
     shape = profile.shape
     layers = tuple(
@@ -138,6 +164,7 @@ def workload(profile: CheckpointProfile, recipe: Recipe, targets: Sequence[LoraT
         dtype=recipe.precision.base,
         base_bytes=BYTES[recipe.precision.base],
         adapter_bytes=BYTES[recipe.precision.adapter],
+        loads=loads,
     )
 
 

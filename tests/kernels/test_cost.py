@@ -1,12 +1,14 @@
-"""Counted work of the norms against closed forms."""
+"""Counted work against closed forms, floors and real launches."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.kernels.add_rms_norm.cost import cost as add_cost
+from shardwright.kernels.registry import OPERATORS, operator
 from shardwright.kernels.rms_norm.cost import cost
 
 H200_BYTES_PER_S = 4.3e12
@@ -46,3 +48,49 @@ def test_a_frozen_weight_needs_one_launch_and_no_workspace() -> None:
 def test_only_rstd_is_saved() -> None:
     assert cost(1000, 576, "bfloat16").saved_bytes == 4000
     assert add_cost(1000, 576, "bfloat16").saved_bytes == 4000
+
+
+EVERY = [(name, at) for name, entry in OPERATORS.items() for at in range(1 + len(entry.more_suites))]
+
+
+@pytest.mark.parametrize(("name", "at"), EVERY)
+def test_every_pass_is_counted_and_moves_no_less_than_its_floor(name: str, at: int) -> None:
+    """Flops, bytes, launches and what is kept, at every benchmark size; no tokens cost nothing below zero."""
+    pytest.importorskip("triton", reason="suites name triton kernels")
+    suite = operator(name).load_suites()[at]
+    for case in suite.bench:
+        found = suite.cost(**case.shape, dtype=str(case.dtype).rpartition(".")[2])
+        assert found.op == name and found.provider == "shardwright" and found.backward is not None
+        for p in (found.forward, found.backward):
+            assert p.launches > 0 and p.bytes_read > 0 and p.bytes_written > 0
+            assert p.bytes_read + p.bytes_written >= p.floor_bytes and p.flops >= p.floor_flops
+        assert max(found.forward.floor_bytes, found.forward.floor_flops) > 0
+    for shape in suite.small_shapes:
+        suite.cost(**shape, dtype="float32")
+
+
+@pytest.mark.parametrize("r", [0, 16])
+def test_launches_of_the_moe_layer_are_those_that_happen(r: int) -> None:
+    """The layer is kernels of ours only: counted launches are the recorded ones, forward and backward."""
+    pytest.importorskip("triton", reason="launches are triton's")
+    from shardwright.kernels.grouped_lora_mlp.op import Adapter
+    from shardwright.kernels.launched import meta, recorded
+    from shardwright.kernels.moe_layer.cost import cost as moe_cost
+    from shardwright.kernels.moe_layer.op import moe_layer
+
+    T, K, E, H, I = 8192, 8, 128, 2048, 768
+    up = low = None
+    if r:
+        shapes = ((E, r, H), (E, 2 * I, r), (E, r, I), (E, H, r))
+        a, b, c, d = (meta(shape, learns=True) for shape in shapes)
+        up, low = Adapter(a, b, 0.5), Adapter(c, d, 0.5)
+    found = moe_cost(T, K, E, H, I, "bfloat16", r=r)
+    forward: list[str] = []
+    backward: list[str] = []
+    ids, weights = meta((T, K), torch.int64), meta((T, K))
+    with recorded(log=forward):
+        y = moe_layer(meta((T, H), learns=True), ids, weights, meta((E, 2 * I, H)), meta((E, H, I)), up=up, low=low)
+    with recorded(log=backward):
+        y.backward(torch.empty_like(y))
+    assert found.backward is not None
+    assert (found.forward.launches, found.backward.launches) == (len(forward), len(backward)), (forward, backward)

@@ -26,8 +26,20 @@ if INTERPRETED:
     from shardwright.kernels import interpreter
 
     interpreter.install()
+    from shardwright.kernels.permute import cases
     from shardwright.kernels.permute.op import combine, gather_rows, route
     from shardwright.kernels.permute.reference import combine_reference, gather_rows_reference, route_reference
+    from shardwright.kernels.verify import verify_case, verify_repeats
+
+
+@inside
+def test_error_is_no_larger_than_eagers() -> None:
+    """Skewed, hot, empty, sentinel and token-less routings in bf16: rows, sums, counts and gradients."""
+    few = [shape for shape in cases.SUITE.small_shapes if shape["E"] < 100]
+    results = [r for shape in few for r in verify_case(cases.SUITE, shape, torch.bfloat16, "cpu")]
+    results.append(verify_repeats(cases.SUITE, few[0], torch.bfloat16, "cpu"))
+    assert len(results) == 6 * len(few) + 1
+    assert [result for result in results if not result.ok] == []
 
 
 @inside

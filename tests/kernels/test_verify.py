@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="suites name triton kernels")
 
+from shardwright.kernels.bench import Ceilings, floor_of, keep_line
 from shardwright.kernels.cases import OpSuite
 from shardwright.kernels.registry import operator
-from shardwright.kernels.suite import main, verify_table
+from shardwright.kernels.suite import bench_table, main, verify_table
 from shardwright.kernels.verify import poisoned_memory, verify_case, verify_repeats
+from shardwright.schemas.bench import BenchLine
+from shardwright.schemas.errors import KernelError
 
 SHAPE = {"T": 64, "H": 96}
 EPS = 1e-6
@@ -83,6 +87,107 @@ def test_poison_is_taken_away_again() -> None:
     with poisoned_memory():
         assert bool(torch.empty(100).isnan().all())
     assert torch.are_deterministic_algorithms_enabled() == before
+
+
+def routed(x: Tensor, scale: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+    """An operator with indices in and out, a scalar, and a base that gets no gradient."""
+    rows = x[ids] * scale.detach()
+    return rows, ids + 1, rows.square().mean()
+
+
+def routed_suite(fused: Callable[..., tuple[Tensor, ...]], **changes: object) -> OpSuite:
+    def inputs(shape: dict[str, int], dtype: torch.dtype, device: str, seed: int) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(seed)
+        x, scale = (torch.randn(size, generator=generator).to(dtype) for size in ((shape["T"], 8), (8,)))
+        return x, scale, torch.randperm(shape["T"], generator=generator)
+
+    names = {"input_names": ("x", "scale", "ids"), "output_names": ("rows", "next", "loss"), "constant": ("scale",)}
+    made = {**names, "inputs": inputs, "reference": routed, "fused": fused, "far_rows": None, **changes}
+    return replace(operator("rms_norm").load_suite(), **made)
+
+
+def test_indices_scalars_and_constants_are_judged_by_what_they_are() -> None:
+    """Gradients are drawn by output shape; indices get none; a constant is not differentiated."""
+    results = verify_case(routed_suite(routed), {"T": 16}, torch.bfloat16, "cpu")
+    assert [r.value for r in results] == ["rows", "next", "loss", "dx"] and all(r.ok for r in results)
+    assert verify_repeats(routed_suite(routed), {"T": 16}, torch.bfloat16, "cpu").ok
+
+
+def test_a_wrong_index_counts_beyond_the_slack() -> None:
+    def one_off(x: Tensor, scale: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        rows, after, loss = routed(x, scale, ids)
+        after[3] += 1
+        return rows, after, loss
+
+    wrong = verify_case(routed_suite(one_off), {"T": 16}, torch.float32, "cpu")
+    assert [r.value for r in wrong if not r.ok] == ["next"]
+    allowed = verify_case(routed_suite(one_off, index_slack=1), {"T": 16}, torch.float32, "cpu")
+    assert all(r.ok for r in allowed)
+
+
+def test_an_output_cut_from_the_graph_is_an_error() -> None:
+    def detached(x: Tensor, scale: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        rows, after, loss = routed(x, scale, ids)
+        return rows.detach(), after, loss.detach()
+
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        verify_case(routed_suite(detached), {"T": 16}, torch.float32, "cpu")
+
+
+def test_a_wrong_scalar_is_caught() -> None:
+    def off(x: Tensor, scale: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        rows, after, loss = routed(x, scale, ids)
+        return rows, after, loss * 1.01
+
+    wrong = verify_case(routed_suite(off), {"T": 16}, torch.bfloat16, "cpu")
+    assert "loss" in [r.value for r in wrong if not r.ok]
+
+
+def test_a_written_input_is_caught() -> None:
+    """D5: an in-place write corrupts what is recomputed or used twice."""
+
+    def writes(x: Tensor, scale: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        found = routed(x, scale, ids.clone())
+        ids.add_(1)
+        return found
+
+    with pytest.raises(KernelError, match="input 2 changed"):
+        verify_case(routed_suite(writes), {"T": 16}, torch.float32, "cpu")
+
+
+def test_the_floor_is_the_larger_of_bytes_and_flops_and_says_over_what() -> None:
+    cost = operator("linear_cross_entropy").load_cost()(8192, 7168, 163_840, "bfloat16")
+    floor, stated = floor_of(cost, "fwd+dx", Ceilings(bytes_per_s=4.3e12, flops_per_s=790e12))
+    assert floor == pytest.approx(48.7, abs=0.1) and stated["floor_flops_ms"] == pytest.approx(floor, abs=1e-4)
+    assert stated["ceiling_tflop_per_s"] == 790 and stated["floor_bytes_ms"] < 1
+    norm = operator("rms_norm").load_cost()(16384, 7168, "bfloat16")
+    floor, stated = floor_of(norm, "fwd", Ceilings(4.3e12, 790e12))
+    assert floor == pytest.approx(0.1092, abs=1e-4) and stated["floor_bytes_ms"] == pytest.approx(floor, abs=1e-4)
+
+
+def line(case: str, ours: float = 1.0, **metrics: float) -> BenchLine:
+    facts = {"bench": "kernels", "device": "d", "versions": {}, "commit": "c", "date": "2026-11-29"}
+    return BenchLine.model_validate({**facts, "case": case, "passes": "fwd", "ours": ours, "metrics": metrics})
+
+
+def test_a_second_run_of_the_day_replaces_its_own_lines_only(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    for given in (line("a"), line("b"), line("a", 2.0)):
+        keep_line(path, given)
+    kept = [BenchLine.model_validate_json(text) for text in path.read_text().splitlines()]
+    assert [(at.case, at.ours) for at in kept] == [("b", 1.0), ("a", 2.0)]
+
+
+def test_one_table_shows_lines_with_and_without_a_rival() -> None:
+    lone, raced = (
+        line("a"),
+        line("b", 0.5, launches=7).model_copy(
+            update={"rival": "eager", "rival_value": 1.0, "ratio": 2.0, "floor": 0.25}
+        ),
+    )
+    head, first, second = bench_table([lone, raced]).splitlines()
+    assert "of floor" in head and first.split()[:2] == ["a", "fwd"] and " - " in first
+    assert "50 %" in second and "2.00" in second and "7" in second.split()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")

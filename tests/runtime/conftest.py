@@ -97,7 +97,7 @@ class Job:
         return [step.loss for step in self.record.steps]
 
 
-def torchrun_script(ranks: int, script: Path, *arguments: str, limit_s: int = 150) -> str:
+def torchrun_script(ranks: int, script: Path, *arguments: str, limit_s: int = 400) -> str:
     """Run a script of this folder under torchrun and a hard limit; it must end well. Returns its stdout."""
     options = [f"--nproc-per-node={ranks}", "--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, "--local-addr=127.0.0.1", str(script)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,23 @@ def test_missing_file_and_other_formats_are_refused(tmp_path: Path) -> None:
         read_texts(tmp_path / "none.jsonl", SPEC)
     path = write(tmp_path / "data.jsonl", "{}")
     with pytest.raises(RecipeError, match="data-format"):
-        read_texts(path, SPEC.model_copy(update={"format": "parquet-text"}))
+        read_texts(path, SPEC.model_copy(update={"format": "packed"}))
+
+
+def test_parquet_needs_pyarrow_and_a_column_of_texts(tmp_path: Path) -> None:
+    spec = SPEC.model_copy(update={"format": "parquet-text"})
+    path = tmp_path / "data.parquet"
+    if importlib.util.find_spec("pyarrow") is None:
+        path.write_bytes(b"")
+        with pytest.raises(RecipeError, match="no-pyarrow"):
+            read_texts(path, spec)
+        return
+    arrow, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
+    parquet.write_table(arrow.table({"text": ["one", "two"], "n": [1, 2]}), path)
+    assert read_texts(path, spec) == ["one", "two"]
+    for field in ("n", "missing"):
+        with pytest.raises(RecipeError, match="bad-record"):
+            read_texts(path, spec.model_copy(update={"text_field": field}))
 
 
 def test_documents_are_separated_and_cut(tiny: Any, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ TWO: dict[str, dict[str, Any]] = {
     "ep2-checkpointed": {"ep": 2, "checkpointing": "full"},
     "fsdp2-checkpointed": {"shard": 2, "checkpointing": "full"},
     "fsdp2-keep": {"shard": 2, "reshard_after_forward": False},
+    "replicate2": {"replicate": 2},
 }
 FOUR: dict[str, dict[str, Any]] = {
     "fsdp2-ep2": {"shard": 2, "ep": 2},
@@ -112,6 +113,14 @@ def test_ep2_equals_one_rank(one_rank: dict[str, Any], two_ranks: dict[str, Any]
     same(two_ranks["ep2"], one_rank["plain"])
 
 
+def test_replicate2_equals_one_rank(one_rank: dict[str, Any], two_ranks: dict[str, Any]) -> None:
+    """Two replicas read different data, sum their gradients, and hold the same bits after the step."""
+    job = two_ranks["replicate2"]
+    same(job, one_rank["plain"])
+    agree = next(check for check in job.record.checks if check.name == "replicas-agree")
+    assert agree.passed and "2 copies" in agree.evidence
+
+
 def test_accumulation_keeps_losses(one_rank: dict[str, Any], two_ranks: dict[str, Any]) -> None:
     """Two micro-batches of one sequence on each of two ranks, four on one rank, one of two: the same batch."""
     steps = {name: job.plan.decision.strategy.accumulation_steps for name, job in {**one_rank, **two_ranks}.items()}
@@ -155,6 +164,7 @@ def test_losses_fall_and_every_check_passed(one_rank: dict[str, Any], two_ranks:
         assert names == {
             *{("load", "all-loaded"), ("load", "first-loss"), ("step", "gradient-norm")},
             *{("step", "adapters-moved"), ("step", "base-unchanged"), ("step", "replicas-agree")},
+            ("step", "gradients-present"),
         }
         assert all(check.passed for check in job.record.checks)
 

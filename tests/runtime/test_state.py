@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,16 +18,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.runtime import state
+from shardwright.runtime import state, state_folder
 from shardwright.runtime.checks.step import digests
 from shardwright.runtime.data import Batches, load_sequences
 from shardwright.runtime.device import open_device
-from shardwright.runtime.failure import read_failure
+from shardwright.runtime.failure import clear_failure, read_failure
 from shardwright.runtime.launch.process import RunLock
 from shardwright.runtime.mesh import open_mesh
 from shardwright.runtime.session import build
+from shardwright.runtime.state_adopt import adopt
 from shardwright.runtime.train import Trainer
-from shardwright.schemas.errors import RunError
+from shardwright.schemas.errors import RunError, StalePlanError
 from shardwright.schemas.plan import PlanHashes
 
 
@@ -91,6 +94,143 @@ def test_save_is_whole_named_and_tied_to_its_plan(tiny: Any, make_job: Any, stra
         state.latest(job.run_dir, job.plan.hashes)
 
 
+def flip(path: Path) -> None:
+    """Change one bit in the middle; the size stays."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def test_damaged_newest_save_is_passed_over_and_kept_as_evidence(
+    tiny: Any, make_job: Any, strategy: Any, single_rank: Callable[[Any], int]
+) -> None:
+    """A flipped bit of the same size: the run goes on from the save before, says so, and ends like an unbroken one."""
+    recipe = {"schedule": {"steps": 4, "save_every_steps": 2}}
+    whole = make_job(tiny, strategy(), recipe=recipe)
+    assert single_rank(whole) == 0
+    flip(next((whole.run_dir / "checkpoints" / "step-4").glob("*.distcp")))
+    found = state.find(whole.run_dir, whole.plan.hashes)
+    assert found is not None and found.step == 2 and len(found.damaged) == 1
+    with pytest.raises(RunError, match="not-final") as caught:
+        state.final(whole.run_dir, whole.plan)
+    assert "step 2, the run has 4 steps" in caught.value.what
+    losses = whole.losses
+    assert single_rank(whole) == 0
+    record = whole.record
+    assert record.resumed_from_steps == (2,) and whole.losses == losses
+    assert any("step-4 is damaged" in line and "went on from step-2" in line for line in record.warnings)
+    assert (whole.run_dir / "checkpoints" / "step-4.damaged").is_dir()
+    assert state.final(whole.run_dir, whole.plan).name == "step-4"
+
+
+def test_only_the_newest_saves_stay(tiny: Any, make_job: Any, strategy: Any, process_group: None) -> None:
+    job = make_job(tiny, strategy())
+    trainer = make_trainer(job)
+    for step in range(1, 6):
+        trainer.save(step)
+    assert [step for step, _ in state_folder.save_folders(job.run_dir)] == [5, 4, 3]
+    assert (job.run_dir / "checkpoints" / "latest").read_text() == "step-5\n"
+
+
+def test_full_disk_leaves_older_saves_as_they_are(
+    tiny: Any, make_job: Any, strategy: Any, process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before writing where the room is too small; a write that fails anyway leaves no half save."""
+    job = make_job(tiny, strategy())
+    trainer = make_trainer(job)
+    folder = trainer.save(1)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    usage = state_folder.shutil.disk_usage
+    monkeypatch.setattr(state_folder.shutil, "disk_usage", lambda path: usage(path)._replace(free=1000))
+    with pytest.raises(RunError, match="disk-full") as caught:
+        trainer.save(2)
+    assert "1,000 are free" in caught.value.what and "step-1 stay" in caught.value.what
+    monkeypatch.undo()
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(state, "save_sharded", fails)
+    with pytest.raises(RunError, match="No space left on device"):
+        trainer.save(3)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert state.latest(job.run_dir, job.plan.hashes) == (1, folder)
+
+
+def test_a_save_is_a_copy_that_training_cannot_change(
+    tiny: Any, make_job: Any, strategy: Any, process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write begins only after two more steps; what is written is the state of the first."""
+    job = make_job(tiny, strategy())
+    trainer = make_trainer(job)
+    steps(trainer, 1, 1)
+    wanted = {name: owned.local().clone() for name, owned in trainer.live.adapters.items()}
+    gate, write = threading.Event(), state.save_sharded
+
+    def late(*args: Any, **kwargs: Any) -> None:
+        assert gate.wait(60)
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(state, "save_sharded", late)
+    folder = trainer.start_save(1)
+    steps(trainer, 2, 3)
+    assert not folder.exists()
+    gate.set()
+    trainer.saver.finish()
+    found = state.read_adapters(folder)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_sigterm_saves_first_and_the_run_goes_on(
+    tiny: Any, make_job: Any, strategy: Any, single_rank: Callable[[Any], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = make_job(tiny, strategy())
+    assert single_rank(whole) == 0
+    job = make_job(tiny, strategy())
+    apply = Trainer.apply
+
+    def asked(self: Trainer, step: int, gradient: Any) -> float:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return apply(self, step, gradient)
+
+    monkeypatch.setattr(Trainer, "apply", asked)
+    assert single_rank(job) == 130
+    monkeypatch.undo()
+    failure = read_failure(job.run_dir)
+    assert failure is not None and failure["code"] == "interrupted/saved" and "step 3 of 5" in str(failure["what"])
+    assert job.record.status == "interrupted" and state.latest(job.run_dir, job.plan.hashes) is not None
+    clear_failure(job.run_dir)
+    assert single_rank(job) == 0
+    assert job.record.resumed_from_steps == (3,) and job.losses == whole.losses
+
+
+def test_a_save_is_carried_to_another_mesh_only_for_the_same_training(
+    tiny: Any, make_job: Any, strategy: Any, single_rank: Callable[[Any], int]
+) -> None:
+    """G7: the mesh may change; else both plans are named and nothing is written."""
+    recipe = {"schedule": {"steps": 4, "save_every_steps": 2}}
+    old = make_job(tiny, strategy(), recipe=recipe)
+    assert single_rank(old) == 0
+    other = make_job(tiny, strategy(), recipe={**recipe, "optimizer": {"learning_rate": "0.02"}})
+    other.run_dir.mkdir()
+    other.plan.save(other.run_dir / "plan.json")
+    with pytest.raises(StalePlanError, match="they differ in recipe") as caught:
+        adopt(old.run_dir, other.run_dir)
+    assert old.plan.hashes.decision[:16] in caught.value.what and other.plan.hashes.decision[:16] in caught.value.what
+    assert not (other.run_dir / "checkpoints").exists()
+    new = make_job(tiny, strategy(micro_batch_sequences=2), recipe=recipe)
+    new.run_dir.mkdir()
+    new.plan.save(new.run_dir / "plan.json")
+    shutil.rmtree(old.run_dir / "checkpoints" / "step-4")
+    assert "carried step-2" in adopt(old.run_dir, new.run_dir)
+    assert "already goes on" in adopt(old.run_dir, new.run_dir)
+    assert single_rank(new) == 0
+    assert new.record.resumed_from_steps == (2,) and new.losses == pytest.approx(old.losses, abs=1e-5)
+    assert {check.stage for check in new.record.checks} == {"load", "step"}
+    assert any(old.plan.hashes.decision[:16] in line for line in new.record.warnings)
+
+
 def test_a_run_directory_belongs_to_one_process(tmp_path: Path) -> None:
     script = (
         "import sys, time\nfrom pathlib import Path\nfrom shardwright.runtime.launch.process import RunLock\n"
@@ -119,7 +259,7 @@ def test_killed_worker_is_restarted_and_ends_like_an_unbroken_run(
     job = make_job(tiny, strategy(ep=2), recipe=recipe)
     process = subprocess.Popen(launch_command(job), env=environment(), stderr=subprocess.PIPE, text=True)
     killed = kill_after_save(job.run_dir, process)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=260)
     assert process.returncode == 0, errors[-4000:]
     record = job.record
     assert record.status == "trained" and len(record.resumed_from_steps) == 1 and record.resumed_from_steps[0] >= 4
@@ -136,11 +276,11 @@ def launch_command(job: Any) -> list[str]:
     script = (
         "import sys\nfrom pathlib import Path\nfrom shardwright.runtime.launch.local import launch\n"
         "plan, checkpoint, data, approvals, run = map(Path, sys.argv[1:])\n"
-        "sys.exit(launch(plan, checkpoint, data, approvals, run, timeout_s=100))"
+        "sys.exit(launch(plan, checkpoint, data, approvals, run, timeout_s=240))"
     )
     example = job.example
     paths = (job.plan_path, example.checkpoint, example.data, job.approvals, job.run_dir)
-    return ["timeout", "-k", "5", "110", sys.executable, "-c", script, *map(str, paths)]
+    return ["timeout", "-k", "5", "250", sys.executable, "-c", script, *map(str, paths)]
 
 
 def environment() -> dict[str, str]:
@@ -149,7 +289,7 @@ def environment() -> dict[str, str]:
 
 def kill_after_save(run_dir: Path, process: subprocess.Popen[str]) -> bool:
     """SIGKILL rank 0 once the save of step 4 is there."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while time.monotonic() < deadline and process.poll() is None:
         if (run_dir / "checkpoints" / "step-4").is_dir():
             os.kill(int((run_dir / ".worker.lock").read_text()), signal.SIGKILL)

@@ -11,6 +11,7 @@ from shardwright.schemas.lora import LoraTarget
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces.cost import estimate, workload
 from shardwright.search_spaces.cost.memory import gathered_layer_bytes
+from shardwright.search_spaces.cost.plans import plans_of
 
 GIB = 2**30
 
@@ -40,9 +41,8 @@ def test_expert_parallelism_saves_no_static_memory(build: SimpleNamespace, ep: i
     strategy = ParallelStrategy(mesh=Mesh(shard=8 // ep, ep=ep))
     report = estimate(profile, build.recipe_of(batch=8), build.cluster_of("h200-8"), strategy, ())
     assert sizes(report.memory)["frozen_base"] == 61_064_245_248 // 8
-    dense, experts = gathered_layer_bytes(
-        workload(profile, build.recipe_of(), ()), workload(profile, build.recipe_of(), ()).layers[0], strategy
-    )
+    work = workload(profile, build.recipe_of(), ())
+    (dense,), (experts,) = gathered_layer_bytes(work, work.layers[0], plans_of([strategy], profile))
     assert experts == (603_979_776 * 2 if ep == 1 else 0)
     assert dense == 2 * (profile.layer_kinds[0].parameters - 603_979_776)
 
@@ -51,7 +51,7 @@ def test_one_rank_gathers_nothing(build: SimpleNamespace) -> None:
     report = estimate(
         build.tiny(), build.recipe_of(batch=1), build.cluster_of("cpu-1"), ParallelStrategy(mesh=Mesh()), ()
     )
-    assert not {"gather_buffers", "gathered_root", "gather_staging"} & sizes(report.memory).keys()
+    assert not {"gather_buffers", "kept_layers", "gathered_root", "gather_staging"} & sizes(report.memory).keys()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_keeping_gathered_weights_costs_every_layer(build: SimpleNamespace) -> N
     profile, cluster = build.qwen3_30b(), build.cluster_of("h200-8")
     strategy = ParallelStrategy(mesh=Mesh(shard=8), reshard_after_forward=False)
     found = sizes(estimate(profile, build.recipe_of(batch=8), cluster, strategy, ()).memory)
-    assert found["gather_buffers"] == 2 * 48 * profile.layer_kinds[0].parameters
+    assert found["kept_layers"] == 2 * 48 * profile.layer_kinds[0].parameters
 
 
 def test_only_adapted_projections_keep_their_inputs(build: SimpleNamespace) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardwright.schemas.canonical import round_significant
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
-from shardwright.search_spaces.cost import estimate
+from shardwright.search_spaces.context import SearchContext
+from shardwright.search_spaces.cost import estimate, evaluate, round_all, workload
+from shardwright.search_spaces.cost.plans import plans_of
 from shardwright.search_spaces.cost.routing import rank_imbalance, routed_rows
-from shardwright.search_spaces.space import legal_strategies
+from shardwright.search_spaces.space import legal_strategies, suggest_in
 
 RULES = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
@@ -107,3 +113,50 @@ def test_imbalance_prior_by_hand() -> None:
     assert abs(rank_imbalance(1 << 30, 8, 128, 8) - 1.2549) < 1e-3
     assert rank_imbalance(100, 8, 128, 1) == 1
     assert rank_imbalance(1, 4, 4, 4) == 1
+
+
+@given(seed=st.integers(0, 10**6), model=MODELS, cluster=st.sampled_from(["h200-8", "h200-128"]))
+@settings(parent=RULES, max_examples=25)
+def test_columns_agree_with_single_estimates_to_the_last_digit(
+    build: SimpleNamespace, seed: int, model: str, cluster: str
+) -> None:
+    """Random plans of the whole explored space, priced together and alone."""
+    profile, spec = getattr(build, model)(), build.cluster_of(cluster)
+    recipe, targets = build.recipe_of(batch=spec.world_size, tokens=2048), build.targets_of(profile, rank=8)
+    context = SearchContext(profile, recipe, spec, explore=True)
+    draw = random.Random(seed)
+    strategies = [suggest_in(Uniform(draw), context) for _ in range(6)]
+    costs = evaluate(workload(profile, recipe, targets), spec, plans_of(strategies, profile))
+    for plan, strategy in enumerate(strategies):
+        alone = estimate(profile, recipe, spec, strategy, targets)
+        assert costs.report(plan) == alone
+        assert costs.step_ms[plan] == alone.time.step_ms
+        assert costs.reserved[plan] == alone.memory.reserved_bytes
+        assert costs.gpu_hours[plan] == alone.gpu_hours
+        assert bool(costs.feasible[plan]) == alone.feasible
+
+
+class Uniform:
+    """Draws uniformly."""
+
+    def __init__(self, source: random.Random) -> None:
+        self.source = source
+
+    def suggest_int(self, name: str, low: int, high: int) -> int:
+        return self.source.randint(low, high)
+
+    def suggest_categorical(self, name: str, choices: Any) -> Any:
+        return self.source.choice(list(choices))
+
+
+def test_columns_are_rounded_as_reports_are() -> None:
+    values = np.array([random.Random(i).lognormvariate(3, 6) for i in range(2000)])
+    assert [round_significant(v) for v in values] == list(round_all(values))
+    assert list(round_all(np.array([0.0]))) == [0.0]
+
+
+@given(rows=st.integers(1, 10**7), top=st.integers(1, 16), power=st.integers(1, 7))
+@RULES
+def test_memory_is_planned_for_a_quantile_above_the_expectation(rows: int, top: int, power: int) -> None:
+    mean, planned = (routed_rows(rows, top, 896, 2**power, 1, quantile) for quantile in (None, 0.95))
+    assert rows * top <= mean <= planned

@@ -26,6 +26,7 @@ from shardwright.workflows.adapt import NODES, nodes_for
 from shardwright.workflows.drive import drive
 from shardwright.workflows.events import read_events
 from shardwright.workflows.lock import RunLock, holder
+from shardwright.workflows.report.markdown import markdown_plan
 from shardwright.workflows.review.session import ReviewSession
 
 
@@ -230,3 +231,13 @@ def test_the_workers_own_error_comes_through(tmp_path, request_of, approving) ->
     with pytest.raises(CheckFailed) as caught:
         drive(request_of(), tmp_path / "run", stages=fakes.fake_stages(launch=launch), policy=approving)
     assert (caught.value.code, caught.value.where) == ("check/not-finite", "shard 2")
+
+
+def test_two_headless_runs_give_the_same_bytes(tmp_path, request_of, approving) -> None:
+    made = []
+    for name in ("a", "b"):
+        run = tmp_path / name
+        outcome = drive(request_of(), run, stages=fakes.fake_stages(), policy=approving)
+        report = (run / "report.md").read_text().replace(str(run), "RUN")
+        made.append(((run / "plan.json").read_bytes(), markdown_plan(outcome.plan), report))
+    assert made[0] == made[1]

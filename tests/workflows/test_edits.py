@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import workflow_fakes as fakes
 
 from shardwright.schemas.approval import find_approval, read_log
 from shardwright.schemas.errors import ApprovalError, ExitCode, InfeasibleError, LegalityError, PlanError, UsageError
 from shardwright.schemas.plan import load_plan
+from shardwright.schemas.strategy import Mesh
 from shardwright.workflows.compare import differences
-from shardwright.workflows.edits import edit_axes, reject_proposal
+from shardwright.workflows.edits import completed, edit_axes, reject_proposal
 from shardwright.workflows.review.session import ReviewSession
 from shardwright.workflows.review.terminal import ask_until_decided, plan_text
 
@@ -41,6 +44,28 @@ def test_accumulation_follows_the_global_batch(session) -> None:
     session.edit({"micro_batch_sequences": "2"}, "fill the device")
     assert session.plan.decision.strategy.accumulation_steps == 1
     assert session.plan.decision.strategy.global_batch_sequences() == 4
+
+
+@pytest.mark.parametrize(
+    ("before", "values", "after"),
+    [
+        ("replicate1·shard2·ep1", {"mesh.ep": "2"}, "replicate1·shard1·ep2"),
+        ("replicate2·shard1·ep1", {"mesh.ep": "2"}, "replicate1·shard1·ep2"),
+        ("replicate2·shard4·ep1", {"mesh.ep": "2"}, "replicate2·shard2·ep2"),
+        ("replicate2·shard4·ep1", {"mesh.ep": "8"}, "replicate1·shard1·ep8"),
+        ("replicate2·shard4·ep1", {"mesh.shard": "2"}, "replicate4·shard2·ep1"),
+        ("replicate2·shard4·ep1", {"mesh.replicate": "4"}, "replicate4·shard2·ep1"),
+        ("replicate2·shard4·ep1", {"mesh.ep": "3"}, "replicate2·shard4·ep3"),
+        ("replicate2·shard4·ep1", {"mesh.ep": "2", "mesh.shard": "2", "mesh.replicate": "1"}, "replicate1·shard2·ep2"),
+    ],
+)
+def test_what_is_not_named_follows_the_number_of_ranks(session, before, values, after) -> None:
+    degrees = dict(re.findall(r"(\D+?)(\d+)(?:·|$)", before))
+    mesh = Mesh(**{name: int(degree) for name, degree in degrees.items()})
+    strategy = session.plan.decision.strategy.model_copy(update={"mesh": mesh})
+    decision = session.plan.decision.model_copy(update={"strategy": strategy})
+    plan = session.plan.model_copy(update={"decision": decision})
+    assert completed(plan, values).mesh.text() == after
 
 
 def test_a_rejection_survives_a_later_edit(session) -> None:

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-STEPS = 16
+STEPS = 32
 """Long enough that a run can be caught in the middle."""
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -108,7 +108,11 @@ def start_and(
 ) -> int:
     """Start a command, wait for a training step to be recorded, interrupt it, and return its exit status."""
     process = subprocess.Popen(
-        command(*words)[4:], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+        ["env", "--default-signal=INT", *command(*words)[4:]],  # a shell's background job inherits it as ignored
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
     )
     deadline = time.monotonic() + 120
     while steps_seen(run_dir) < at_step:

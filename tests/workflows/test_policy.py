@@ -98,3 +98,110 @@ def test_the_shipped_policies_load(request) -> None:
     examples = request.config.rootpath / "examples"
     paths = sorted(examples.glob("*/policy.yaml"))
     assert paths and all(load_policy(path).approve for path in paths)
+
+
+TODAY = "2026-06-01"
+
+
+def finding(plan: AdaptationPlan, rule: str, **fields: object):
+    result = evaluate(plan, Policy.model_validate({"approve": True, **fields}), TODAY)
+    return next(f for f in result.findings if f.rule == rule), result
+
+
+@pytest.mark.parametrize(
+    ("rule", "right", "wrong"),
+    [
+        ("max_step_ms", {"max_step_ms": 10}, {"max_step_ms": 9.99}),  # the fake step is 10 ms
+        ("max_gpu_hours", {"max_gpu_hours": 0.1}, {"max_gpu_hours": 0.099}),  # 0.1
+        ("min_speedup", {"min_speedup": 2}, {"min_speedup": 2.01}),  # ×2
+        ("allow_kernels", {"allow_kernels": ["rms_norm"]}, {"allow_kernels": ["swiglu"]}),
+        ("allow_dtypes", {"allow_dtypes": ["bfloat16", "float32"]}, {"allow_dtypes": ["bfloat16"]}),
+        ("allow_axes/ep", {"allow_axes": {"ep": [1, 2]}}, {"allow_axes": {"ep": [2, 4]}}),
+        (
+            "allow_axes/checkpointing",
+            {"allow_axes": {"checkpointing": ["none"]}},
+            {"allow_axes": {"checkpointing": ["full"]}},
+        ),
+        (
+            "allow_axes/reshard_after_forward",
+            {"allow_axes": {"reshard_after_forward": [True]}},
+            {"allow_axes": {"reshard_after_forward": [1]}},
+        ),
+        ("require_measured/gains", None, {"require_measured": ["gains"]}),  # modelled
+        ("require_measured/memory", None, {"require_measured": ["memory"]}),
+        ("require_measured/time", None, {"require_measured": ["time"]}),
+        ("allow_licences", None, {"allow_licences": ["apache-2.0"]}),  # the fake states none
+        ("allow_remote_code", {"allow_remote_code": False}, None),  # transformers builds it
+    ],
+)
+def test_each_rule_passes_and_denies_by_itself(plan, rule, right, wrong) -> None:
+    if right is not None:
+        found, result = finding(plan, rule, **right)
+        assert found.passed and result.approves
+    if wrong is not None:
+        found, result = finding(plan, rule, **wrong)
+        assert found.denies and not result.approves and [f.rule for f in result.violations] == [rule]
+
+
+def test_licence_and_remote_code_are_read_from_the_profile(plan) -> None:
+    profile = plan.evidence.profile.model_copy(update={"licence": "apache-2.0", "transformers_class": False})
+    other = AdaptationPlan.seal(plan.decision, plan.evidence.model_copy(update={"profile": profile}))
+    assert finding(other, "allow_licences", allow_licences=["apache-2.0"])[1].approves
+    assert finding(other, "allow_remote_code", allow_remote_code=False)[0].denies
+
+
+def test_an_axis_that_does_not_exist_denies(plan) -> None:
+    assert finding(plan, "allow_axes/eq", allow_axes={"eq": [1]})[0].denies
+
+
+def test_a_warning_does_not_stand_in_the_way(plan) -> None:
+    found, result = finding(plan, "max_step_ms", max_step_ms=1, warn=["max_step_ms"])
+    assert not found.passed and found.severity == "warn" and result.approves and result.warnings == (found,)
+
+
+def test_a_waiver_holds_until_its_last_day(plan) -> None:
+    waiver = {"rule": "max_step_ms", "owner": "ada", "reason": "new cluster", "until": TODAY}
+    found, result = finding(plan, "max_step_ms", max_step_ms=1, waivers=[waiver])
+    assert result.approves and "waived by ada until 2026-06-01: new cluster" in found.waived
+    late, result = finding(plan, "max_step_ms", max_step_ms=1, waivers=[{**waiver, "until": "2026-05-31"}])
+    assert not result.approves and "waiver of ada ended on 2026-05-31" in late.found
+    other, result = finding(plan, "max_step_ms", max_step_ms=1, waivers=[{**waiver, "rule": "max_gpu_hours"}])
+    assert other.denies
+    one = {**waiver, "rule": "require_measured/time"}
+    both = {"require_measured": ["time", "memory"], "waivers": [one]}
+    assert [f.rule for f in finding(plan, "require_measured/time", **both)[1].violations] == ["require_measured/memory"]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("warn: [max_stepms]\n", "no rule 'max_stepms'"),
+        ("waivers: [{rule: max_step_ms, owner: '', until: '2026-01-01', reason: x}]\n", "owner"),
+        ("waivers: [{rule: max_step_ms, owner: a, until: soon, reason: x}]\n", "2026-12-31"),
+        ("waivers: [{rule: max_step_ms, owner: a, until: '2026-01-01', reason: x, reasn: y}]\n", "reasn: unknown key"),
+        ("allow_axes: {ep: []}\n", "has no value"),
+        ("min_speedup: 0.5\n", "min_speedup"),
+    ],
+)
+def test_a_typo_in_a_rule_is_said(tmp_path, text, named) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        load_policy(path)
+    assert named in caught.value.what
+
+
+def test_the_policy_command_runs_a_policy_against_saved_plans(cli, plan, tmp_path) -> None:
+    plan.save(tmp_path / "good.json")
+    (tmp_path / "policy.yaml").write_text("max_step_ms: 10\napprove: true\n")
+    done = cli("policy", "test", tmp_path / "policy.yaml", tmp_path / "good.json")
+    assert done.code == 0 and "approves" in done.out and "max_step_ms" in done.out
+    (tmp_path / "strict.yaml").write_text("max_step_ms: 9\napprove: true\n")
+    done = cli("policy", "test", tmp_path / "strict.yaml", tmp_path / "good.json", "--output", "json")
+    assert done.code == 4 and '"max_step_ms"' in done.out
+    assert cli("policy", "test", tmp_path / "strict.yaml", tmp_path / "good.json", "--expect", "deny").code == 0
+    assert cli("policy", "test", tmp_path / "policy.yaml", tmp_path / "good.json", "--expect", "deny").code == 1
+    sarif = cli("policy", "test", tmp_path / "strict.yaml", tmp_path / "good.json", "--output", "sarif")
+    assert sarif.code == 4 and '"ruleId": "policy/max_step_ms"' in sarif.out
+    (tmp_path / "typo.yaml").write_text("max_stepms: 9\n")
+    assert cli("policy", "test", tmp_path / "typo.yaml", tmp_path / "good.json").code == 2

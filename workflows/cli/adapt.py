@@ -12,10 +12,13 @@ from shardwright.workflows.cli.common import (
     CheckpointArgument,
     ClusterOption,
     HeadlessOption,
+    LaunchOption,
     Output,
     OutputOption,
     PolicyOption,
+    PreflightOption,
     RecipeOption,
+    ReportsOption,
     TrialsOption,
 )
 
@@ -34,7 +37,10 @@ def adapt(
         Path | None, typer.Option("--run-dir", help="Folder of the run. [default: runs/NAME-HASH of the inputs]")
     ] = None,
     trials: TrialsOption = DEFAULT_TRIALS,
+    launch: LaunchOption = None,
+    preflight: PreflightOption = False,
     output: OutputOption = Output.text,
+    reports: ReportsOption = None,
 ) -> None:
     """Plan, review, train, check, export, report.
 
@@ -42,6 +48,7 @@ def adapt(
     the same command goes on from where it was.
     """
     from shardwright.workflows.cli.finish import deciders, finishing
+    from shardwright.workflows.cli.launching import keep_options
     from shardwright.workflows.drive import drive
     from shardwright.workflows.prepare import fresh_request
     from shardwright.workflows.request import default_run_dir
@@ -49,5 +56,6 @@ def adapt(
     rules, reviewer = deciders(headless, policy)
     request = fresh_request("adapt", checkpoint, cluster, recipe, trials)
     folder = run_dir or default_run_dir(request)
-    with finishing(folder, output) as listener:
+    keep_options(folder, launch, preflight)
+    with finishing(folder, output, reports) as listener:
         drive(request, folder, listener=listener, policy=rules, reviewer=reviewer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +13,10 @@ from shardwright.workflows.cli.common import (
     PlainOutput,
     PlainOutputOption,
     RunArgument,
-    facts,
     put,
     put_json,
 )
+from shardwright.workflows.cli.common import facts as facts_text
 
 
 def register(app: typer.Typer) -> None:
@@ -23,8 +24,28 @@ def register(app: typer.Typer) -> None:
         app.command()(command)
 
 
-def export(run_dir: RunArgument, output: PlainOutputOption = PlainOutput.text) -> None:
-    """Write a trained run's PEFT adapter again and prove that it loads."""
+class Format(StrEnum):
+    """Forms of an adapter."""
+
+    peft = "peft"
+    per_expert = "per-expert"
+    merged = "merged"
+
+
+def export(
+    run_dir: RunArgument,
+    form: Annotated[
+        Format,
+        typer.Option(
+            "--format", help="PEFT; one pair a published weight, for vLLM and SGLang; or a merged checkpoint."
+        ),
+    ] = Format.peft,
+    output: PlainOutputOption = PlainOutput.text,
+) -> None:
+    """Write a trained run's adapter again, in any form, and prove that it loads."""
+    if form is not Format.peft:
+        _export_other(run_dir, form, output)
+        return
     from shardwright.schemas.plan import load_plan
     from shardwright.workflows.lock import RunLock
     from shardwright.workflows.request import load_request
@@ -41,7 +62,41 @@ def export(run_dir: RunArgument, output: PlainOutputOption = PlainOutput.text) -
     if output is PlainOutput.json:
         put_json(adapter.model_dump(mode="json"))
     else:
-        put(facts([("adapter", adapter.path), ("sha256", adapter.sha256), ("tensors", str(adapter.tensors))]))
+        put(facts_text([("adapter", adapter.path), ("sha256", adapter.sha256), ("tensors", str(adapter.tensors))]))
+
+
+def _export_other(run_dir: Path, form: Format, output: PlainOutput) -> None:
+    from shardwright.runtime.checks.export_forms import check_merged, check_per_expert
+    from shardwright.runtime.export.merged import export_merged
+    from shardwright.runtime.export.per_expert import export_per_expert
+    from shardwright.runtime.export.serving import CHECKED, recipe
+    from shardwright.workflows.lock import RunLock
+    from shardwright.workflows.request import load_request
+
+    checkpoint, rows = Path(load_request(run_dir).checkpoint), []
+    with RunLock(run_dir):
+        if form is Format.merged:
+            facts, warnings = export_merged(run_dir, checkpoint)
+            checks = check_merged(run_dir, checkpoint)
+            rows += [("of the change left", f"{facts.retained_delta:.1%} in the worst weight")]
+            rows += [("warning", text) for text in warnings]
+        else:
+            facts = export_per_expert(run_dir, checkpoint)
+            checks = check_per_expert(run_dir, checkpoint)
+            rows += [("names", CHECKED)]
+            rows += [("serve", line) for line in recipe(checkpoint, Path(facts.path), facts_rank(Path(facts.path)))]
+    if output is PlainOutput.json:
+        put_json({**facts.model_dump(mode="json"), "checks": [check.model_dump(mode="json") for check in checks]})
+        return
+    rows = [("written", facts.path), ("sha256", facts.sha256), ("tensors", str(facts.tensors)), *rows]
+    put(facts_text([*rows, *((f"  {check.name}", check.evidence) for check in checks)]))
+
+
+def facts_rank(folder: Path) -> int:
+    """Rank of an adapter folder."""
+    import json
+
+    return int(json.loads((folder / "adapter_config.json").read_text())["r"])
 
 
 def generate(

@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from shardwright.workflows.cli.common import DataRootOption, Output, OutputOption, PlanArgument
+from shardwright.workflows.cli.common import (
+    DataRootOption,
+    LaunchOption,
+    Output,
+    OutputOption,
+    PlanArgument,
+    PreflightOption,
+    ReportsOption,
+    note,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -24,7 +33,19 @@ def apply(
     run_dir: Annotated[
         Path | None, typer.Option("--run-dir", help="Folder of the run. [default: runs/NAME-HASH]")
     ] = None,
+    launch: LaunchOption = None,
+    preflight: PreflightOption = False,
+    carry_from: Annotated[
+        Path | None,
+        typer.Option("--from", help="Go on from the newest save of this run, made on another mesh by the same recipe."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; start nothing.")] = False,
+    require_other_approver: Annotated[
+        bool,
+        typer.Option("--require-other-approver", help="Refuse a plan that only those who edited it have approved."),
+    ] = False,
     output: OutputOption = Output.text,
+    reports: ReportsOption = None,
 ) -> None:
     """Train, check and export what the plan says. Refuses a plan that is unapproved, edited or stale.
 
@@ -32,10 +53,19 @@ def apply(
     """
     from shardwright.workflows.approvals import log_beside
     from shardwright.workflows.cli.finish import finishing
+    from shardwright.workflows.cli.launching import keep_options, show_job
     from shardwright.workflows.drive import drive
     from shardwright.workflows.prepare import approved_start
 
     log = approvals or log_beside(plan)
-    prepared = approved_start(plan, checkpoint, log, data_root, run_dir)
-    with finishing(prepared.run_dir, output) as listener:
+    prepared = approved_start(plan, checkpoint, log, data_root, run_dir, require_other_approver)
+    keep_options(prepared.run_dir, launch, preflight)
+    if dry_run:
+        show_job(prepared.run_dir, checkpoint, Path(prepared.request.data_root))
+        return
+    if carry_from is not None:
+        from shardwright.runtime.state_adopt import adopt
+
+        note(adopt(carry_from, prepared.run_dir))
+    with finishing(prepared.run_dir, output, reports) as listener:
         drive(prepared.request, prepared.run_dir, listener=listener, start=prepared.state)

@@ -25,12 +25,18 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite existing f
 def detect(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write. [default: stdout]")] = None,
     ranks: RanksOption = None,
+    nvidia_smi: Annotated[
+        Path | None, typer.Option("--nvidia-smi", help="Recorded output of nvidia-smi: plan for another machine.")
+    ] = None,
+    slurm: Annotated[
+        Path | None, typer.Option("--slurm", help="Recorded output of sinfo: all nodes of a partition.")
+    ] = None,
     force: ForceOption = False,
 ) -> None:
     """Write a cluster file for this machine; every figure says whether it was found or assumed."""
-    from shardwright.workflows.detect import cluster_yaml, write_new
+    from shardwright.workflows.detect import cluster_yaml, recorded_yaml, write_new
 
-    text = cluster_yaml(ranks)
+    text = recorded_yaml(nvidia_smi, slurm) if nvidia_smi or slurm else cluster_yaml(ranks)
     if out is None:
         put(text)
         return

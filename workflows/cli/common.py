@@ -18,6 +18,7 @@ class Output(StrEnum):
     json = "json"
     markdown = "markdown"
     junit = "junit"
+    sarif = "sarif"
 
 
 class PlainOutput(StrEnum):
@@ -44,6 +45,19 @@ DataRootOption = Annotated[
     Path | None, typer.Option("--data-root", help="Folder of the data files. [default: found by hash]")
 ]
 
+LaunchOption = Annotated[
+    str | None,
+    typer.Option("--launch", help="Engine (local, slurm, ray, kubernetes, skypilot) or a YAML file. [default: local]"),
+]
+PreflightOption = Annotated[
+    bool, typer.Option("--preflight", help="Test network, devices, clocks and disks on all ranks before the run.")
+]
+
+ReportsOption = Annotated[
+    Path | None,
+    typer.Option("--reports", help="Folder for result.json, summary.md, junit.xml and results.sarif, however it ends."),
+]
+
 DEFAULT_TRIALS = 64
 
 
@@ -54,7 +68,12 @@ def put(text: str) -> None:
 
 def put_json(value: Any) -> None:
     """Write a value to stdout as sorted JSON."""
-    put(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False))
+    put(json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """A value as sorted JSON."""
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
 
 
 def note(text: str) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.schemas.errors import ShardwrightError, UsageError
+from shardwright.schemas.files import write_atomic
 from shardwright.schemas.plan import AdaptationPlan, load_plan
 from shardwright.schemas.policy import Policy, PolicyResult
 from shardwright.schemas.run import RunRecord
-from shardwright.workflows.cli.common import Output, facts, note, put, put_json
+from shardwright.workflows.cli.common import Output, facts, json_text, note, put
 from shardwright.workflows.cli.progress import Progress
 from shardwright.workflows.decide import Reviewer
 from shardwright.workflows.policy import load_policy
@@ -48,19 +49,46 @@ def deciders(headless: bool, policy: Path | None) -> tuple[Policy | None, Review
     return None, None
 
 
+REPORTS = {
+    "result.json": Output.json,
+    "summary.md": Output.markdown,
+    "junit.xml": Output.junit,
+    "results.sarif": Output.sarif,
+}
+"""File of a reports folder → its form."""
+
+
 @contextmanager
-def finishing(run_dir: Path, output: Output) -> Iterator[Progress]:
-    """Give a progress listener; afterwards put the result, or the error in the wanted form, on stdout."""
+def finishing(run_dir: Path, output: Output, reports: Path | None = None) -> Iterator[Progress]:
+    """Give a progress listener; afterwards put the result, or the error in the wanted form, on stdout.
+
+    Args:
+        reports: folder that gets the result in every form for machines, whichever way the run ends.
+    """
     note(f"run folder: {run_dir}")
     try:
         yield Progress()
     except ShardwrightError as error:
-        _put_failure(run_dir, output, error)
+        put_optional(failure_text(run_dir, output, error))
+        _write_reports(reports, {name: failure_text(run_dir, form, error) for name, form in REPORTS.items()})
         raise
     plan, record = load_plan(run_dir / "plan.json"), load_record(run_dir)
     if record is None:
         raise AssertionError("a finished run has a record")
-    _put_success(run_dir, output, plan, record)
+    put(success_text(run_dir, output, plan, record))
+    _write_reports(reports, {name: success_text(run_dir, form, plan, record) for name, form in REPORTS.items()})
+
+
+def put_optional(text: str) -> None:
+    """Write a result to stdout where there is one."""
+    if text:
+        put(text)
+
+
+def _write_reports(folder: Path | None, texts: dict[str, str]) -> None:
+    if folder is not None:
+        for name, text in texts.items():
+            write_atomic(folder / name, (text if text.endswith("\n") else text + "\n").encode())
 
 
 def _policy_result(run_dir: Path) -> PolicyResult | None:
@@ -68,29 +96,54 @@ def _policy_result(run_dir: Path) -> PolicyResult | None:
     return PolicyResult.model_validate_json(path.read_bytes()) if path.is_file() else None
 
 
-def _put_success(run_dir: Path, output: Output, plan: AdaptationPlan, record: RunRecord) -> None:
+def success_text(run_dir: Path, output: Output, plan: AdaptationPlan, record: RunRecord) -> str:
+    """The result of a finished run in one form."""
     if output is Output.json:
-        put_json(summary(run_dir, plan, record))
-    elif output is Output.markdown:
-        put(limited((run_dir / "report.md").read_text(encoding="utf-8"), run_dir / "report.md"))
-    elif output is Output.junit:
+        return json_text(summary(run_dir, plan, record))
+    if output is Output.markdown:
+        return limited((run_dir / "report.md").read_text(encoding="utf-8"), run_dir / "report.md")
+    if output is Output.junit:
         from shardwright.workflows.report.junit import junit
 
-        put(junit(plan, _policy_result(run_dir), record))
-    else:
-        put(result_text(run_dir, record))
+        return junit(plan, _policy_result(run_dir), record)
+    if output is Output.sarif:
+        return _sarif(run_dir, record, None)
+    return result_text(run_dir, record)
 
 
-def _put_failure(run_dir: Path, output: Output, error: ShardwrightError) -> None:
+def failure_text(run_dir: Path, output: Output, error: ShardwrightError) -> str:
+    """What ended a run in one form; empty as text, because stderr says it."""
     if output is Output.json:
-        put_json({"schema_version": 1, "run_dir": str(run_dir), "error": error.as_dict()})
-    elif output is Output.markdown:
-        put(f"## ✗ {error.code}\n\n{error.what}\n\n- where: `{error.where}`\n- next: {error.next_action}\n")
-    elif output is Output.junit:
+        return json_text({"schema_version": 1, "run_dir": str(run_dir), "error": error.as_dict()})
+    if output is Output.markdown:
+        return limited(failure_markdown(run_dir, error), run_dir)
+    if output is Output.junit:
         from shardwright.workflows.report.junit import junit
 
         plan = load_plan(run_dir / "plan.json") if (run_dir / "plan.json").is_file() and error.area != "plan" else None
-        put(junit(plan, _policy_result(run_dir), load_record(run_dir), error))
+        return junit(plan, _policy_result(run_dir), load_record(run_dir), error)
+    if output is Output.sarif:
+        return _sarif(run_dir, load_record(run_dir), error)
+    return ""
+
+
+def failure_markdown(run_dir: Path, error: ShardwrightError) -> str:
+    """What ended a run, the policy rule by rule, and the next command."""
+    from shardwright.workflows.report.markdown import cell, render
+    from shardwright.workflows.report.policy_content import policy_document
+
+    head = f"### ✗ {error.code}\n\n{cell(error.what)}\n\n- where: `{error.where}`\n- next: {cell(error.next_action)}\n"
+    result = _policy_result(run_dir)
+    return head if result is None else f"{head}\n{render(policy_document([('Policy', result)]))}"
+
+
+def _sarif(run_dir: Path, record: RunRecord | None, error: ShardwrightError | None) -> str:
+    from shardwright.workflows.report.sarif import sarif
+
+    result = _policy_result(run_dir)
+    found = [] if result is None else [("plan.json", result)]
+    told = None if error is not None and error.area == "policy" else error
+    return sarif(found, policy_file="policy.yaml", record=record, error=told)
 
 
 def summary(run_dir: Path, plan: AdaptationPlan, record: RunRecord) -> dict[str, Any]:

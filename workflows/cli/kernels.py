@@ -1,4 +1,4 @@
-"""``shardwright kernels verify|bench|prebuild``: the fused operators on this machine."""
+"""``shardwright kernels verify|bench|tune|prebuild``: the fused operators on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import typer
 
 from shardwright.workflows.cli.common import PlainOutput, PlainOutputOption, put, put_json
 
-app = typer.Typer(help="Verify, time and prebuild the fused operators.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="Verify, time, tune and prebuild the fused operators.", no_args_is_help=True, rich_markup_mode=None
+)
 
 OpsArgument = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Operators. [default: all]")]
 
@@ -46,21 +48,50 @@ def bench(
     evidence: Annotated[
         Path | None, typer.Option("--evidence", help="Evidence store to add the times to, for later plans.")
     ] = None,
+    cases: Annotated[
+        list[str] | None, typer.Option("--case", help="Beginning of the names of the cases to time; repeatable.")
+    ] = None,
 ) -> None:
-    """Time every operator beside eager, torch.compile and torch's own, on this machine's CUDA device."""
+    """Time every operator beside its rivals, on this machine's CUDA device; lines are kept as they are measured."""
     from shardwright.kernels.bench import bench_all
-    from shardwright.kernels.suite import bench_table
+    from shardwright.kernels.suite import bench_table, progress
 
-    put(bench_table(bench_all(ops, out, evidence)))
+    put(bench_table(bench_all(ops, out, evidence, cases=cases or ("",), report=progress)))
 
 
 @app.command()
-def prebuild(ops: OpsArgument = None, output: PlainOutputOption = PlainOutput.text) -> None:
-    """Compile every kernel for sm_90 into Triton's cache, so that workers start at once. Needs no GPU."""
+def tune(
+    ops: OpsArgument = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="File of choices to write. [default: the shipped one of this device]")
+    ] = None,
+) -> None:
+    """Choose launch configurations on this machine's CUDA device; each is checked against fp64 before it is timed.
+
+    Workers never tune: they take the file, whose choices a plan pins with the operators' code.
+    """
+    from shardwright.workflows.operators import tune_operators
+
+    file = tune_operators(ops, out, put)
+    put(f"{len(file.entries)} choices for {file.device}")
+
+
+@app.command()
+def prebuild(
+    ops: OpsArgument = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="Device whose tuned choices to compile, such as nvidia-h200.")
+    ] = None,
+    output: PlainOutputOption = PlainOutput.text,
+) -> None:
+    """Compile every kernel at its chosen configuration into Triton's cache, so that workers start at once.
+
+    For this machine's CUDA device; for sm_90 where there is none. Exits 9 where one does not fit or spills.
+    """
     from shardwright.schemas.errors import CheckFailed
     from shardwright.workflows.operators import prebuild_operators
 
-    reports = prebuild_operators(ops)
+    reports = prebuild_operators(ops, device)
     if output is PlainOutput.json:
         from dataclasses import asdict
 

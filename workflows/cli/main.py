@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
+from types import FrameType
 
 import typer
 
@@ -16,12 +18,15 @@ from shardwright.workflows.cli import (
     calibrate,
     cluster,
     doctor,
+    history,
     inspect,
     kernels,
     plan,
+    policies,
     review,
     runs,
     show,
+    watch,
 )
 
 EXIT_CODES = """\b
@@ -60,15 +65,18 @@ def shardwright(
     """Options that stand before the verb."""
 
 
-for module in (inspect, plan, review, apply, adapt, runs, show, calibrate, adapters, doctor):
+for module in (inspect, plan, review, apply, adapt, runs, show, calibrate, adapters, doctor, watch):
     module.register(app)
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(kernels.app, name="kernels")
+app.add_typer(policies.app, name="policy")
+app.add_typer(history.app, name="runs")
 
 
 def main() -> None:
     """Run the command line; errors become ``code / where / next`` on stderr and the exit code of their kind."""
     _quiet_libraries()
+    signal.signal(signal.SIGTERM, _stop)
     try:
         app()
     except ShardwrightError as error:
@@ -77,6 +85,11 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; the same command goes on from here\n")
         sys.exit(int(ExitCode.INTERRUPTED))
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """SIGTERM, as a scheduler sends it, ends like SIGINT: workers save first."""
+    raise KeyboardInterrupt
 
 
 def _quiet_libraries() -> None:

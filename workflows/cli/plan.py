@@ -30,6 +30,18 @@ def plan(
     recipe: RecipeOption,
     out: Annotated[Path, typer.Option("--out", "-o", help="Plan file to write.")] = Path("plan.json"),
     trials: TrialsOption = DEFAULT_TRIALS,
+    calibration: Annotated[
+        Path | None, typer.Option("--calibration", help="Measured curves, from `shardwright calibrate`.")
+    ] = None,
+    load_profile: Annotated[
+        Path | None, typer.Option("--load-profile", help="A run whose expert loads place the experts.")
+    ] = None,
+    explore: Annotated[
+        bool, typer.Option("--explore", help="Also consider what the runtime does not run; apply refuses such a plan.")
+    ] = False,
+    time_budget: Annotated[
+        float | None, typer.Option("--time-budget", min=0.1, help="Seconds after which the study begins no trial.")
+    ] = None,
     output: PlainOutputOption = PlainOutput.text,
 ) -> None:
     """Make a plan: structure, fusions, strategy search. The same input gives the same bytes."""
@@ -39,11 +51,13 @@ def plan(
     from shardwright.workflows.drive import drive
     from shardwright.workflows.prepare import fresh_request
     from shardwright.workflows.review.terminal import plan_text
+    from shardwright.workflows.search_options import SearchOptions, stages_with, with_calibration
 
+    options = SearchOptions.read(calibration, load_profile, explore, time_budget)
     request = fresh_request("plan", checkpoint, cluster, recipe, trials)
     with tempfile.TemporaryDirectory(prefix="shardwright-plan-") as folder:
-        outcome = drive(request, Path(folder), listener=Progress())
-    made = outcome.plan
+        outcome = drive(request, Path(folder), stages=stages_with(options), listener=Progress())
+    made = with_calibration(outcome.plan, options.calibration)
     made.save(out)
     note(f"wrote {out}")
     if output is PlainOutput.json:

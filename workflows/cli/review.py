@@ -1,13 +1,16 @@
-"""``shardwright review``: read a plan in the terminal; approve, reject or edit it."""
+"""``shardwright review``: read a plan in the browser or the terminal; approve, reject or edit it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwright.workflows.cli.common import PlanArgument, note, put
+
+if TYPE_CHECKING:
+    from shardwright.workflows.review.session import ReviewSession
 
 
 def register(app: typer.Typer) -> None:
@@ -16,7 +19,7 @@ def register(app: typer.Typer) -> None:
 
 def review(
     plan: PlanArgument,
-    cli: Annotated[bool, typer.Option("--cli", help="In the terminal (what there is without a browser).")] = False,
+    cli: Annotated[bool, typer.Option("--cli", help="In the terminal, for example over SSH.")] = False,
     approve: Annotated[bool, typer.Option("--approve", help="Approve the plan and every fusion in it.")] = False,
     reject_plan: Annotated[bool, typer.Option("--reject-plan", help="Reject the whole plan; needs --reason.")] = False,
     reject: Annotated[
@@ -32,10 +35,19 @@ def review(
     approvals: Annotated[
         Path | None, typer.Option("--approvals", help="Approvals log. [default: approvals.jsonl beside the plan]")
     ] = None,
+    policy: Annotated[
+        Path | None,
+        typer.Option("--policy", help="Policy to show and to apply to every edit; it does not decide here."),
+    ] = None,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the page. [default: a free one]")] = 0,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve the page even off a terminal, and open no browser.")
+    ] = False,
 ) -> None:
     """Show a plan with its evidence; approve it, turn down fusions, or edit an axis.
 
-    Without an action it asks on a terminal; elsewhere it prints the plan and exits 0 if approved, 3 if not.
+    On a terminal it opens a page of this machine in the browser until Ctrl-C, or asks in the terminal with --cli.
+    With an action, or off a terminal, it does that, prints the plan, and exits 0 if approved, 3 if not.
     """
     import sys
 
@@ -59,7 +71,10 @@ def review(
         note(session.reject(proposal, reason))
     if values:
         note(session.edit(values, reason))
-    if not acted and sys.stdin.isatty() and sys.stdout.isatty():
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if not acted and (serve or (terminal and not cli)):
+        _serve(session, policy, port, browser=not serve)
+    elif not acted and terminal:
         ask_until_decided(session)
     elif not acted:
         put(plan_text(session.plan))
@@ -70,3 +85,30 @@ def review(
     status, code = session.status()
     put(status)
     raise typer.Exit(int(code))
+
+
+def _serve(session: ReviewSession, policy: Path | None, port: int, *, browser: bool) -> None:
+    """Serve the page until it is interrupted; the session then knows what was decided."""
+    import importlib.util
+    import webbrowser
+
+    from shardwright.schemas.errors import UsageError
+    from shardwright.workflows.policy import load_policy
+
+    if missing := [name for name in ("fastapi", "uvicorn", "jinja2") if importlib.util.find_spec(name) is None]:
+        raise UsageError(
+            "no-page",
+            f"the review page needs {', '.join(missing)}",
+            where="shardwright review",
+            next_action="pip install 'shardwright[review]', or review in the terminal with --cli",
+        )
+    from shardwright.workflows.review.serve import serve
+
+    def announce(address: str) -> None:
+        note(f"review page, opens once: {address}")
+        note("Ctrl-C ends it; what was decided is kept")
+        if browser:
+            webbrowser.open(address)
+
+    rules = load_policy(policy) if policy is not None else None
+    serve(session, policy=rules, policy_name=policy.name if policy is not None else "", port=port, announce=announce)

@@ -37,8 +37,17 @@ def status(run_dir: RunArgument, output: PlainOutputOption = PlainOutput.text) -
         return
     rows = [("run", found.name), ("state", found.state)]
     rows += [(f"  {node.name}", node.state) for node in found.nodes]
+    if found.engine:
+        rows.append(("engine", found.engine))
     if found.step is not None:
         rows.append(("training", f"step {found.step} of {found.steps}, loss {found.loss:.4f}"))
+        rows.append(("speed", f"{found.tokens_per_s:,.0f} tokens/s"))
+    if found.memory_bytes is not None:
+        predicted = "" if found.predicted_bytes is None else f", predicted {found.predicted_bytes / 2**30:.2f} GiB"
+        rows.append(("memory", f"{found.memory_bytes / 2**30:.2f} GiB a rank{predicted}"))
+    if found.last_save is not None:
+        rows.append(("last save", f"step {found.last_save}"))
+    rows += [("warning", text) for text in found.warnings]
     if found.next_command:
         rows.append(("next", found.next_command))
     put(facts(rows))
@@ -91,8 +100,11 @@ def cancel(
     timeout: Annotated[int, typer.Option("--timeout", min=1, help="Seconds to wait for the run to stop.")] = 60,
 ) -> None:
     """Stop a run that is going on; it can be resumed."""
+    from shardwright.runtime.launch.engines import cancel as cancel_job
     from shardwright.workflows.watching import interrupt_run
 
+    if (asked := cancel_job(run_dir)) is not None:
+        note(f"asked {asked} to stop; its workers save first")
     pid = interrupt_run(run_dir, timeout)
     note(
         "nothing is going on here" if pid is None else f"stopped process {pid}; `shardwright resume {run_dir}` goes on"

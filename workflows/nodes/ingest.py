@@ -10,6 +10,7 @@ from shardwright.schemas.plan import DataPin
 from shardwright.schemas.recipe import Recipe
 from shardwright.workflows.context import AdaptState, Context, Output
 from shardwright.workflows.environment import tool_versions
+from shardwright.workflows.licence import stated_licence
 from shardwright.workflows.request import load_recipe
 
 NODE = "ingest"
@@ -25,6 +26,7 @@ def run(context: Context, state: AdaptState) -> Output:
     recipe = load_recipe(Path(request.recipe))
     cluster = stages.load_cluster(request.cluster)
     profile = stages.profile(context.checkpoint)
+    profile = profile.model_copy(update={"licence": profile.licence or stated_licence(context.checkpoint)})
     pins = pin_data(recipe, context.data_root)
     cluster_id, recipe_id, profile_id, data_id = map(store.put, (cluster, recipe, profile, pins))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from shardwright.schemas.fusion import FusionProposal
+from shardwright.schemas.graph import OpGraph
 from shardwright.workflows.context import AdaptState, Context, Output
+from shardwright.workflows.review.subgraphs import with_subgraph
 
 NODE = "propose"
 
@@ -14,10 +16,11 @@ def run(context: Context, state: AdaptState) -> Output:
 
     def compute() -> Output:
         found = store.get(state["captured"], tuple[FusionProposal, ...])
-        gated = sorted((gate(proposal) for proposal in found), key=order)
+        graph = store.get(state["graph"], OpGraph)
+        gated = sorted((gate(with_subgraph(proposal, graph)) for proposal in found), key=order)
         return {"proposals": store.put(tuple(gated))}
 
-    return context.once(NODE, {"captured": state["captured"]}, compute)
+    return context.once(NODE, {"captured": state["captured"], "graph": state["graph"]}, compute)
 
 
 def gate(proposal: FusionProposal) -> FusionProposal:

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 from shardwright.schemas.errors import ShardwrightError
 from shardwright.schemas.plan import AdaptationPlan
-from shardwright.schemas.policy import PolicyResult
+from shardwright.schemas.policy import PolicyFinding, PolicyResult
 from shardwright.schemas.run import RunRecord
 
 
@@ -39,15 +39,26 @@ def junit(
         ]
         _suite(root, "certificates", cases)
     if policy is not None:
-        rules = [
-            ("policy", f.rule, None if f.passed else f"found {f.found}, allowed {f.allowed}") for f in policy.findings
-        ]
-        _suite(root, "policy", rules)
+        _suite(root, "policy", [("policy", *_rule(finding)) for finding in policy.findings])
     if record is not None:
         _suite(root, "checks", [(c.stage, c.name, None if c.passed else c.evidence) for c in record.checks])
     _suite(root, "run", [("run", "finished", None if error is None else error.text())])
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def junit_policies(results: Sequence[tuple[str, PolicyResult]]) -> str:
+    """A suite for each plan with a case for each rule."""
+    root = ElementTree.Element("testsuites", name="shardwright policy")
+    for name, result in results:
+        _suite(root, name, [("policy", *_rule(finding)) for finding in result.findings])
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _rule(finding: PolicyFinding) -> tuple[str, str | None]:
+    """A rule's name and why it denies; a warning or a waived rule is no failure."""
+    return finding.rule, f"found {finding.found}, allowed {finding.allowed}" if finding.denies else None
 
 
 def _suite(root: ElementTree.Element, name: str, cases: Sequence[tuple[str, str, str | None]]) -> None:

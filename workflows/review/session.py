@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwright.schemas.approval import open_questions
-from shardwright.schemas.errors import ApprovalError, ExitCode
+from shardwright.schemas.approval import Approval, open_questions, read_log
+from shardwright.schemas.errors import ApprovalError, ExitCode, UsageError
 from shardwright.schemas.plan import AdaptationPlan, load_plan
 from shardwright.workflows.approvals import latest_verdict, log_beside, person, record_verdict
-from shardwright.workflows.edits import edit_axes, reject_proposal
+from shardwright.workflows.edits import choose_variant, edit_axes, reject_proposal
 from shardwright.workflows.report.units import change, duration, size
+from shardwright.workflows.review.decisions import DecisionTable
 from shardwright.workflows.stages import Stages
 
 
 @dataclass
 class ReviewSession:
-    """Edits make child plans that take the plan file's place; ``plans/`` beside it keeps every ancestor."""
+    """Edits make child plans that take the plan file's place; ``plans/`` beside it keeps every ancestor.
+
+    Terminal and page share this core: whatever changes the plan, the table of decisions or the log goes through here,
+    under a lock on the plan file, after a look at whether another reviewer was faster.
+    """
 
     file: Path
     plan: AdaptationPlan
     log: Path
     actor: str
     stages: Stages
+    decisions: DecisionTable = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.decisions = DecisionTable(self.file)
 
     @classmethod
     def open(
@@ -37,32 +49,87 @@ class ReviewSession:
 
     def edit(self, values: dict[str, str], reason: str) -> str:
         """Change axes; returns what that did to the cost, in words."""
-        return self._replace(edit_axes(self.stages, self.plan, values, reason=reason, actor=self.actor))
+        with self._alone():
+            return self._replace(edit_axes(self.stages, self.plan, values, reason=reason, actor=self.actor))
+
+    def choose(self, proposal_id: str, variant: str, reason: str) -> str:
+        """Run one fusion's region by another of its variants; returns what that did to the cost, in words."""
+        with self._alone():
+            child = choose_variant(self.stages, self.plan, proposal_id, variant, reason=reason, actor=self.actor)
+            words = self._replace(child)
+            self.decisions.accept(child, (proposal_id,), self.actor)
+            return words
 
     def reject(self, proposal_id: str, reason: str) -> str:
         """Turn down one fusion; returns what that did to the cost, in words."""
-        return self._replace(reject_proposal(self.stages, self.plan, proposal_id, reason=reason, actor=self.actor))
+        with self._alone():
+            return self._replace(reject_proposal(self.stages, self.plan, proposal_id, reason=reason, actor=self.actor))
 
-    def approve(self, reason: str = "") -> None:
-        """Approve the plan with every proposal in it.
+    def accept(self, proposal_ids: tuple[str, ...]) -> None:
+        """Accept fusions as they stand.
 
         Raises:
-            ApprovalError: ``open-question``, or ``broken-chain`` where another reviewer was first.
+            ApprovalError: ``decided-first`` where another reviewer accepted one of them, ``decided`` where the plan
+                has its verdict, ``changed-meanwhile``.
+            UsageError: ``unknown-proposal``.
         """
-        self._same_file()
-        if waiting := open_questions(self.plan):
-            raise ApprovalError(
-                "open-question",
-                f"questions without an answer: {', '.join(waiting)}",
-                where=str(self.file),
-                next_action="answer them first",
-            )
-        record_verdict(self.log, self.plan, verdict="approve", actor=self.actor, actor_kind="person", reason=reason)
+        with self._alone():
+            self._undecided()
+            known = {fusion.proposal_id for fusion in self.plan.decision.fusions if not fusion.rejected}
+            if unknown := [name for name in proposal_ids if name not in known]:
+                raise UsageError(
+                    "unknown-proposal",
+                    f"nothing to accept called {', '.join(unknown)}",
+                    where=f"plan {self.plan.hashes.decision[:16]}…",
+                    next_action="accept fusions of this plan that are not rejected",
+                )
+            self.decisions.accept(self.plan, proposal_ids, self.actor)
+
+    def reopen(self, proposal_id: str) -> None:
+        """Take an acceptance back, while the plan has no verdict."""
+        with self._alone():
+            self._undecided()
+            self.decisions.withdraw(self.plan, proposal_id)
+
+    def undecided(self) -> tuple[str, ...]:
+        """Fusions that nobody has accepted or rejected yet."""
+        return self.decisions.undecided(self.plan)
+
+    def approve(self, reason: str = "", *, every_fusion: bool = True) -> None:
+        """Approve the plan.
+
+        Args:
+            every_fusion: accept all that is undecided with it; otherwise each must have been decided.
+
+        Raises:
+            ApprovalError: ``open-question``, ``undecided-proposal``, or ``broken-chain`` and ``decided`` where another
+                reviewer was first.
+        """
+        with self._alone():
+            if waiting := open_questions(self.plan):
+                raise ApprovalError(
+                    "open-question",
+                    f"questions without an answer: {', '.join(waiting)}",
+                    where=str(self.file),
+                    next_action="answer them first",
+                )
+            waiting = self.undecided()
+            if waiting and not every_fusion:
+                raise ApprovalError(
+                    "undecided-proposal",
+                    f"{len(waiting)} fusions are neither accepted nor rejected: {', '.join(waiting[:5])}",
+                    where=str(self.file),
+                    next_action="decide each of them first",
+                )
+            self._undecided()
+            if waiting:
+                self.decisions.accept(self.plan, waiting, self.actor)
+            self._verdict("approve", reason)
 
     def reject_plan(self, reason: str) -> None:
         """Reject the whole plan."""
-        self._same_file()
-        record_verdict(self.log, self.plan, verdict="reject", actor=self.actor, actor_kind="person", reason=reason)
+        with self._alone():
+            self._verdict("reject", reason)
 
     def status(self) -> tuple[str, ExitCode]:
         """Whether this plan is approved, and the exit code that says so."""
@@ -74,6 +141,32 @@ class ReviewSession:
         if verdict.verdict == "approve":
             return words, ExitCode.OK
         return f"{words}: {verdict.reason}", ExitCode.NEEDS_APPROVAL
+
+    def _verdict(self, verdict: str, reason: str) -> None:
+        record_verdict(self.log, self.plan, verdict=verdict, actor=self.actor, actor_kind="person", reason=reason)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the plan file's lock, and act only on the plan that this review shows."""
+        with open(self.file.with_name(f".{self.file.name}.lock"), "a") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            self._same_file()
+            yield
+
+    def _undecided(self) -> None:
+        """The plan has no approval yet.
+
+        Raises:
+            ApprovalError: ``decided``, naming who approved it.
+        """
+        verdict = latest_verdict(self.log, self.plan)
+        if verdict is not None and verdict.verdict == "approve":
+            raise ApprovalError(
+                "decided",
+                f"{verdict.actor} approved this plan at {verdict.time}",
+                where=str(self.log),
+                next_action="open the review again; an edit or a rejection makes a child plan to decide anew",
+            )
 
     def _same_file(self) -> None:
         current = load_plan(self.file)
@@ -87,14 +180,28 @@ class ReviewSession:
             )
 
     def _replace(self, child: AdaptationPlan) -> str:
-        self._same_file()
         parent = self.plan
         for kept in (parent, child):
-            name = f"{kept.hashes.decision[:16]}-{kept.hashes.evidence[:16]}.json"
-            kept.save(self.file.parent / "plans" / name)
+            kept.save(plan_copy(self.file, kept))
+        self.decisions.carry(parent, child)
         child.save(self.file)
         self.plan = child
         return cost_change(parent, child)
+
+    def parent(self) -> AdaptationPlan | None:
+        """The plan that this one was edited from, where ``plans/`` beside the file still has it."""
+        for path in sorted((self.file.parent / "plans").glob(f"{(self.plan.decision.parent_hash or '-')[:16]}-*.json")):
+            return load_plan(path)
+        return None
+
+    def verdicts(self) -> tuple[Approval, ...]:
+        """The whole approvals log, verified."""
+        return read_log(self.log) if self.log.exists() else ()
+
+
+def plan_copy(file: Path, plan: AdaptationPlan) -> Path:
+    """Where a plan is kept for good, beside the file under review."""
+    return file.parent / "plans" / f"{plan.hashes.decision[:16]}-{plan.hashes.evidence[:16]}.json"
 
 
 def cost_change(before: AdaptationPlan, after: AdaptationPlan) -> str:

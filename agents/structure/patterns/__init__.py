@@ -1,15 +1,20 @@
-"""The patterns, one file each; this table is the whole list."""
+"""The patterns, one file each; these tables are the whole list."""
 
 from __future__ import annotations
 
 from shardwright.agents.structure.patterns.add_rms_norm import AddRmsNorm
 from shardwright.agents.structure.patterns.base import Match, Pattern
 from shardwright.agents.structure.patterns.experts import Experts
+from shardwright.agents.structure.patterns.gated_rms_norm import GatedRmsNorm
 from shardwright.agents.structure.patterns.linear_cross_entropy import LinearCrossEntropy
 from shardwright.agents.structure.patterns.rms_norm import RmsNorm
+from shardwright.agents.structure.patterns.rope import Rope
 from shardwright.agents.structure.patterns.swiglu import SwiGlu
 
 PATTERNS: tuple[Pattern, ...] = (RmsNorm(), AddRmsNorm(), SwiGlu(), Experts(), LinearCrossEntropy())
-"""In the order in which proposals are shown."""
+"""Proposed, in the order in which proposals are shown."""
 
-__all__ = ["PATTERNS", "Match", "Pattern"]
+REGIONS: tuple[Pattern, ...] = (GatedRmsNorm(), Rope())
+"""Recognised and certified, not proposed: no provider but eager is described for them."""
+
+__all__ = ["PATTERNS", "REGIONS", "Match", "Pattern"]

@@ -6,7 +6,7 @@ A matcher returns ``None`` on any doubt. What it returns is only a claim: the ce
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -101,6 +101,8 @@ class Pattern(ABC):
     """Why an adapter on a parameter of the region is harmless; empty where it is not."""
     cut: ClassVar[str] = ""
     """Where expert parallelism cuts the region, in words; empty where it never does."""
+    costed: ClassVar[bool] = True
+    """Whether the providers of this computation are described, so that variants can be compared by time."""
     tolerance: ClassVar[str] = "0.02"
     """Largest relative error between fused and unfused in bf16 on the live model."""
 
@@ -129,9 +131,29 @@ class Pattern(ABC):
         shapes = {role: sizes.shape(match.region.spec(role).shape) for role in match.region.inputs}
         return float_cases(shapes, seed=7, strided=self.strided)
 
+    def gradients(self, match: Match) -> tuple[str, ...]:
+        """Roles whose gradients are compared for one match."""
+        return self.trainable
+
     def second_opinion(self, match: Match) -> str:
         """A further differential test of a pattern's own; returns what was compared, empty where there is none."""
         return ""
+
+    def kernel_cost(self, match: Match, spec: VariantSpec, tokens: int) -> tuple[str, dict[str, int]]:
+        """Operator and named sizes under which a variant of ours is counted and measured."""
+        return self.name, self.cost_shape(match, tokens)
+
+    def kernel_reference(self, match: Match) -> Callable[[Tensors], Tensors] | None:
+        """The plain reference of a kernel that takes more than tensors and ε; ``None`` where the table serves."""
+        return None
+
+    def check_kernel(self, match: Match, op: str, dtype: torch.dtype) -> bool:
+        """Let a kernel's own contract look at the sizes; False where the general check serves.
+
+        Raises:
+            KernelError: what the contract refuses.
+        """
+        return False
 
     def refuses(self, match: Match, spec: VariantSpec) -> str:
         """Why a variant cannot stand in for one match although the match is legal; empty where it can."""

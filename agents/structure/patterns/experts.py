@@ -1,38 +1,63 @@
-"""The experts block: route rows to experts, two products with SwiGLU between, weight and sum over K.
+"""The experts block: route rows to experts, two products with a gate between, weight and sum over K.
 
-``y_t = Σ_k w_tk · down_e( silu(gate_e x_t) · up_e x_t )`` with ``e = index_tk``.
+``y_t = Σ_k w_tk · down_e( gate(up_e x_t) )`` with ``e = index_tk``; the gate is any form of :mod:`gates`.
 The layer sees it as one node; what is matched here is the arithmetic inside, in its batched spelling, and the class's
-own loop is tested beside it.
+own loop is tested beside it. Stacks may be ``[E, out, in]`` or ``[E, in, out]``, with or without bias, with gate and up
+in halves or in every other column.
 Legend: T tokens, K experts per token, E experts, H hidden, I expert width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from shardwright.agents.structure.canonical import CanonicalGraph
 from shardwright.agents.structure.capture import EXPERT_VALUES, EXPERTS_SUFFIX, CapturedGraph
 from shardwright.agents.structure.differential import TOLERANCE, compare, float_cases
 from shardwright.agents.structure.interpret import Sizes, choose_sizes
 from shardwright.agents.structure.patterns.base import Match, Pattern, Tensors, VariantSpec, View
+from shardwright.agents.structure.patterns.gates import GATES, find_gates
+from shardwright.kernels.grouped_lora_mlp.contract import Activation, Layout
 from shardwright.schemas.fusion import VariantPredicate
+from shardwright.schemas.graph import OpNode
 
-STACKS = ("gate_up_proj", "down_proj")
+GATED, PLAIN = "gate_up_proj", "up_proj"
+DOWN = "down_proj"
+STACKS = (GATED, DOWN)
+KERNEL_GATES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "silu": lambda c: {"activation": "swiglu"},
+    "silu-wide": lambda c: {"activation": "swiglu"},
+    "silu-clamped": lambda c: {"activation": "clamped_swiglu", "limit": c["limit"], "alpha": 1.0, "offset": 0.0},
+    "swiglu-sloped": lambda c: {
+        "activation": "clamped_swiglu",
+        "limit": c["limit"],
+        "alpha": c["alpha"],
+        "offset": 1.0,
+    },
+    "situ": lambda c: {"activation": "situ", "limit": c["beta"], "alpha": c["lambda"], "offset": 0.0},
+    "relu2": lambda c: {"activation": "relu2"},
+}
+"""Gate → the expert kernels' own activation with its numbers (``grouped_lora_mlp.contract``)."""
+NUMBERS = ("limit", "alpha", "offset")
+KERNELS = {"moe_layer": ("T", "K", "E", "H", "I"), "grouped_lora_mlp": ("R", "E", "H", "I")}
+"""Operators that take the block, and the sizes that each is counted by."""
 OWN_FORM = "workers run experts in their own grouped form with adapters, which is not compiled"
+ONLY_SWIGLU = "workers' grouped form computes SwiGLU on [E, out, in] stacks without bias; the block is another"
 VALUES = EXPERT_VALUES
 
 
 class Experts(Pattern):
-    """Routed SwiGLU experts with merged gate and up, ``[E, 2I, H]`` and ``[E, H, I]``, without bias."""
+    """Routed experts in stacks, ``[E, 2I, H]`` and ``[E, H, I]`` or transposed."""
 
     name = "experts"
-    version = 1
+    version = 2
     title = "Experts block"
-    contiguous = (*VALUES, *STACKS)
-    trainable = ("hidden_states", "top_k_weights", *STACKS)
+    contiguous = VALUES
+    trainable = ("hidden_states", "top_k_weights")
     lora = "the variants run the module that holds the adapters, or the runtime's own grouped form of it"
     cut = "at ep > 1 the block is cut at the dispatch: router and permute, grouped experts, combine"
 
@@ -40,34 +65,90 @@ class Experts(Pattern):
         if not captured.kind.endswith(EXPERTS_SUFFIX) or captured.call is None:
             return ()
         named = {node.target.rsplit(".", 1)[-1]: node for node in graph.nodes if node.kind in ("parameter", "input")}
-        if set(named) != {*VALUES, *STACKS}:
+        up = GATED if GATED in named else PLAIN
+        biases = {f"{up}_bias", f"{DOWN}_bias"} & set(named)
+        if set(named) != {*VALUES, up, DOWN, *biases} or len(biases) == 1:
             return ()
-        merged, down = named["gate_up_proj"].output, named["down_proj"].output
+        for constants in self._readings(graph, named, up, bool(biases)):
+            inputs = {role: named[role].id for role in (*VALUES, up, DOWN, *sorted(biases))}
+            roles = {role: role for role in (up, DOWN, *sorted(biases))}
+            match = self.bind(captured, graph, inputs, {"y": graph.outputs[0]}, constants, captured.module_path, roles)
+            if match is not None:
+                return (match,)
+        return ()
+
+    def _readings(self, graph: CanonicalGraph, named: dict[str, OpNode], up: str, biased: bool) -> list[dict[str, Any]]:
+        """Constants that fit the two products and what stands between them."""
         view = View(graph)
-        if merged is None or down is None or not any(view.ops("silu")) or len(tuple(view.ops("bmm"))) != 2:
-            return ()
-        experts, double, hidden = merged.shape
-        if down.shape != (experts, hidden, double // 2):
-            return ()
-        clamped = any(view.ops("clamp"))
-        constants = {"form": "batched", "clamp": clamped, "experts": experts}
-        inputs = {role: named[role].id for role in (*VALUES, *STACKS)}
-        anchor = captured.module_path
-        roles = {role: role for role in STACKS}
-        match = self.bind(captured, graph, inputs, {"y": graph.outputs[0]}, constants, anchor, roles)
-        return () if match is None else (match,)
+        products = tuple(view.ops("bmm"))
+        merged, down = named[up].output, named[DOWN].output
+        if len(products) != 2 or merged is None or down is None or len(merged.shape) != 3:
+            return []
+        first, second = products
+        left = [view.through(view.operand(second, i), "reshape") for i in (0, 1)]
+        found = []
+        for inner in left:
+            for gate in find_gates(view, inner):
+                made = self._reading(view, gate.gate, gate.up, GATES[gate.form].gated)
+                if made is None or (up == GATED) != GATES[gate.form].gated:
+                    continue
+                found.append(
+                    {
+                        "form": "batched",
+                        "gate": gate.form,
+                        **gate.constants,
+                        "split": made,
+                        "biased": biased,
+                        "transposed": self._transposed(view, first, named[up].id),
+                        "clamp": self._clamps_ids(view, named["top_k_index"].id),
+                        "experts": down.shape[0],
+                        **(KERNEL_GATES[gate.form](gate.constants) if gate.form in KERNEL_GATES else {}),
+                    }
+                )
+        return found
+
+    @staticmethod
+    def _reading(view: View, gate: OpNode, up: OpNode, gated: bool) -> str | None:
+        """How the product is cut into gate and up: ``halves``, ``columns``, ``none``."""
+        if not gated:
+            return "none"
+        if not (view.is_op(gate, "slice", 1) and view.is_op(up, "slice", 1)) or gate.inputs != up.inputs:
+            return None
+        width = view.operand(gate).output
+        if width is None:
+            return None
+        double = width.shape[-1]
+        halves = [{"dim": -1, "start": s, "stop": s + double // 2} for s in (0, double // 2)]
+        columns = [{"dim": -1, "start": s, "stop": double, "step": 2} for s in (0, 1)]
+        pieces = [gate.arguments, up.arguments]
+        return "halves" if pieces == halves else "columns" if pieces == columns else None
+
+    @staticmethod
+    def _transposed(view: View, product: OpNode, stack: str) -> bool:
+        """Whether the stack is the right operand of the first product."""
+        right = view.operand(product, 1)
+        return bool(right.inputs) and stack in right.inputs
+
+    @staticmethod
+    def _clamps_ids(view: View, index: str) -> bool:
+        for node in view.ops("clamp"):
+            source = view.through(node, "clamp", "reshape")
+            if source.id == index:
+                return True
+        return False
 
     def reference(self, values: Tensors, constants: dict[str, Any]) -> Tensors:
         x, index, weights = (values[v] for v in VALUES)
+        up = GATED if GATED in values else PLAIN
         top = index.size(-1)
         rows = x.repeat_interleave(top, dim=0)
         ids = index.reshape(-1)
         if constants["clamp"]:
             ids = ids.clamp(0, constants["experts"] - 1)
-        merged = torch.bmm(values["gate_up_proj"][ids], rows.unsqueeze(-1)).squeeze(-1)
-        gate, up = merged.chunk(2, dim=-1)
-        inner = F.silu(gate) * up
-        out = torch.bmm(values["down_proj"][ids], inner.unsqueeze(-1)).squeeze(-1)
+        merged = _product(rows, values, up, ids, constants)
+        gate, other = _halves(merged, constants["split"])
+        inner = GATES[constants["gate"]].reference(gate, other, constants)
+        out = _product(inner, values, DOWN, ids, constants)
         weighted = out * weights.reshape(-1).unsqueeze(-1)
         total = weighted.view(x.size(0), top, x.size(-1)).sum(dim=1)
         return {"y": total.to(x.dtype)}
@@ -75,19 +156,29 @@ class Experts(Pattern):
     def oracle(self, values: Tensors, constants: dict[str, Any]) -> Tensors:
         """Every expert on every token, weighted by the routing matrix ``[T, E]``."""
         x, index, weights = (values[v] for v in VALUES)
-        merged, down = values["gate_up_proj"], values["down_proj"]
-        routing = torch.zeros(x.shape[0], merged.shape[0], dtype=x.dtype)
+        up = GATED if GATED in values else PLAIN
+        letters = ("th,ehi->tei", "tei,eih->teh") if constants["transposed"] else ("th,eih->tei", "tei,ehi->teh")
+        experts = values[DOWN].shape[0]
+        routing = torch.zeros(x.shape[0], experts, dtype=x.dtype)
         routing = routing.index_put((torch.arange(x.shape[0])[:, None].expand_as(index), index), weights, True)
-        both = torch.einsum("th,eih->tei", x, merged)
-        width = down.shape[-1]
-        inner = both[..., width:] * both[..., :width] * torch.sigmoid(both[..., :width])
-        return {"y": torch.einsum("tei,ehi,te->th", inner, down, routing)}
+        both = torch.einsum(letters[0], x, values[up])
+        if constants["biased"]:
+            both = both + values[f"{up}_bias"]
+        gate, other = _halves(both, constants["split"])
+        inner = GATES[constants["gate"]].oracle(gate, other, constants)
+        out = torch.einsum(letters[1], inner, values[DOWN])
+        if constants["biased"]:
+            out = out + values[f"{DOWN}_bias"]
+        return {"y": torch.einsum("teh,te->th", out, routing)}
+
+    def gradients(self, match: Match) -> tuple[str, ...]:
+        return (*self.trainable, *match.parameters)
 
     def cases(self, match: Match, sizes: Sizes) -> dict[str, Tensors]:
         """Normal routing, one hot expert with all others empty, equal weights (ties), one expert named twice."""
         shapes = {r: sizes.shape(match.region.spec(r).shape) for r in match.region.inputs if r != "top_k_index"}
         cases = float_cases(shapes, seed=11)
-        experts, (tokens, top) = shapes["gate_up_proj"][0], sizes.shape(match.region.spec("top_k_index").shape)
+        experts, (tokens, top) = shapes[DOWN][0], sizes.shape(match.region.spec("top_k_index").shape)
         generator = torch.Generator().manual_seed(13)
         for case in cases.values():
             scores = torch.rand(tokens, experts, generator=generator)
@@ -103,16 +194,17 @@ class Experts(Pattern):
         module = match.captured.module
         sizes = choose_sizes(match.region)
         cases = self.cases(match, sizes)
+        stacks = tuple(match.parameters)
         if sizes.of(match.constants["experts"]) != match.constants["experts"]:
-            cases = {name: _kept_experts(case, match.constants["experts"]) for name, case in cases.items()}
+            cases = {name: _kept_experts(case, match.constants["experts"], stacks) for name, case in cases.items()}
 
         def loop(values: Tensors) -> Tensors:
-            stacks = {name: values[name] for name in STACKS}
-            with _eager(module):
-                return {"y": torch.func.functional_call(module, stacks, tuple(values[v] for v in VALUES))}
+            given = {name: values[name] for name in stacks}
+            with _eager(module), _KeepFp64(), _narrow(module, values[DOWN], match.constants["transposed"]):
+                return {"y": torch.func.functional_call(module, given, tuple(values[v] for v in VALUES))}
 
         del cases["one-expert-twice"]
-        seen = compare(loop, lambda v: self.oracle(v, match.constants), cases, self.trainable)
+        seen = compare(loop, lambda v: self.oracle(v, match.constants), cases, self.gradients(match))
         if seen.error > TOLERANCE:
             raise ArithmeticError(f"the class's own loop differs by {seen.error:.1e} at {seen.where}")
         return f"; the class's own loop over experts too ({seen.values} numbers, {seen.error:.0e})"
@@ -121,25 +213,139 @@ class Experts(Pattern):
         both = ("cuda", "cpu")
         whole = VariantPredicate(ep_max=1, tp_max=1, device_types=both)
         cut = VariantPredicate(ep_min=2, tp_max=1, device_types=both)
+        gpu = ("cuda",)
         return (
+            VariantSpec(
+                "kernel-whole", "shardwright", "moe_layer", VariantPredicate(ep_max=1, tp_max=1, device_types=gpu)
+            ),
+            VariantSpec(
+                "kernel-cut-at-dispatch",
+                "shardwright",
+                "grouped_lora_mlp",
+                VariantPredicate(ep_min=2, tp_max=1, device_types=gpu),
+            ),
             VariantSpec("compile-whole", "compile", "-", whole, not_installable=OWN_FORM),
             VariantSpec("eager-whole", "eager", "-", whole),
             VariantSpec("compile-cut-at-dispatch", "compile", "-", cut, not_installable=OWN_FORM),
             VariantSpec("eager-cut-at-dispatch", "eager", "-", cut),
         )
 
+    def refuses(self, match: Match, spec: VariantSpec) -> str:
+        if spec.provider != "shardwright":
+            return ""
+        if match.constants["biased"]:
+            return f"{spec.op} adds no biases, and these experts have them"
+        if "activation" not in match.constants:
+            return f"{spec.op} has no {GATES[match.constants['gate']].title}"
+        return ""
+
+    def check_kernel(self, match: Match, op: str, dtype: torch.dtype) -> bool:
+        from shardwright.kernels.grouped_lora_mlp import contract
+
+        up, sizes = self._stack(match), {}
+        for role in (up, DOWN):
+            sizes[role] = torch.empty(match.region.spec(role).shape, dtype=dtype, device="meta")
+        activation, layout = _choice(match.constants)
+        contract.check_choice(op, activation, layout)
+        x = torch.empty(match.region.spec("hidden_states").shape, dtype=dtype, device="meta")
+        contract.check_weights(op, x.flatten(0, -2), sizes[up], sizes[DOWN], activation.gated, layout)
+        return True
+
+    def kernel_reference(self, match: Match) -> Callable[[Tensors], Tensors] | None:
+        if match.constants["biased"] or "activation" not in match.constants:
+            return None
+        from shardwright.kernels.moe_layer.reference import moe_layer_reference
+
+        up, (activation, layout) = self._stack(match), _choice(match.constants)
+
+        def run(values: Tensors) -> Tensors:
+            x, ids, weights = (values[v] for v in VALUES)
+            return {"y": moe_layer_reference(x, ids, weights, values[up], values[DOWN], None, None, activation, layout)}
+
+        return run
+
+    @staticmethod
+    def _stack(match: Match) -> str:
+        return GATED if GATED in match.region.inputs else PLAIN
+
+    def kernel_cost(self, match: Match, spec: VariantSpec, tokens: int) -> tuple[str, dict[str, int]]:
+        sizes = self.cost_shape(match, tokens) | {"T": tokens, "K": match.region.spec("top_k_index").shape[-1]}
+        return spec.op, {name: sizes[name] for name in KERNELS[spec.op]}
+
     def cost_shape(self, match: Match, tokens: int) -> dict[str, int]:
-        experts, hidden, width = match.region.spec("down_proj").shape
+        experts, one, other = match.region.spec(DOWN).shape
+        hidden, width = (other, one) if match.constants["transposed"] else (one, other)
         top = match.region.spec("top_k_index").shape[-1]
         return {"R": tokens * top, "H": hidden, "I": width, "E": experts}
 
 
-def _kept_experts(case: Tensors, experts: int) -> Tensors:
+def _choice(constants: dict[str, Any]) -> tuple[Activation, Layout]:
+    """The expert kernels' compile-time choice for one match."""
+    numbers = [float(constants.get(name, default)) for name, default in zip(NUMBERS, (1.0, 1.0, 0.0), strict=True)]
+    activation = Activation(constants["activation"], (numbers[0], numbers[1], numbers[2]))
+    return activation, Layout("in_out" if constants["transposed"] else "out_in", constants["split"] == "columns")
+
+
+def _product(rows: torch.Tensor, values: Tensors, name: str, ids: torch.Tensor, c: dict[str, Any]) -> torch.Tensor:
+    """Each row times its expert's matrix, as the library's batched spelling writes it."""
+    weight = values[name][ids]
+    bias = values[f"{name}_bias"][ids] if c["biased"] else None
+    if c["transposed"]:
+        out = torch.bmm(rows.unsqueeze(1), weight).squeeze(1)
+    else:
+        out = torch.bmm(weight, rows.unsqueeze(-1)).squeeze(-1)
+    return out if bias is None else out + bias
+
+
+def _halves(merged: torch.Tensor, split: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if split == "none":
+        return merged, merged
+    if split == "columns":
+        return merged[..., ::2], merged[..., 1::2]
+    gate, up = merged.chunk(2, dim=-1)
+    return gate, up
+
+
+def _kept_experts(case: Tensors, experts: int, stacks: tuple[str, ...]) -> Tensors:
     """Stacks of the true number of experts: the class may size its masks by it."""
     return {
-        name: torch.cat([v] * (experts // v.shape[0] + 1))[:experts].contiguous() if name in STACKS else v
+        name: torch.cat([v] * (experts // v.shape[0] + 1))[:experts].contiguous() if name in stacks else v
         for name, v in case.items()
     }
+
+
+class _KeepFp64(TorchFunctionMode):
+    """While open, a class's own widening to fp32 leaves fp64 as it is: compared is the function, not its rounding."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.float and args[0].dtype == torch.float64:
+            return args[0]
+        if func is torch.Tensor.to and args[0].dtype == torch.float64:
+            wanted = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype)]
+            if wanted and wanted[0].is_floating_point:
+                return args[0]
+        if kwargs.get("dtype") in (torch.float32, torch.bfloat16):
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
+class _narrow:
+    """Widths that a class keeps as plain numbers, set to those of the test's small stacks while the context is open."""
+
+    def __init__(self, module: torch.nn.Module, down: torch.Tensor, transposed: bool) -> None:
+        one, other = down.shape[1:]
+        hidden, width = (other, one) if transposed else (one, other)
+        sizes = {"hidden_size": hidden, "hidden_dim": hidden, "intermediate_size": width, "intermediate_dim": width}
+        self.module = module
+        self.sizes = {name: size for name, size in sizes.items() if isinstance(module.__dict__.get(name), int)}
+
+    def __enter__(self) -> None:
+        self.before = {name: self.module.__dict__[name] for name in self.sizes}
+        self.module.__dict__.update(self.sizes)
+
+    def __exit__(self, *_: object) -> None:
+        self.module.__dict__.update(self.before)
 
 
 class _eager:

@@ -61,15 +61,15 @@ def _native(view: View, y: OpNode) -> Norm | None:
 
 
 def _scaled(view: View, product: OpNode, y: OpNode, form: str) -> Norm | None:
-    for normalised, factor in view.both_orders(product):
+    for body_or_cast, factor in view.both_orders(product):
         weight, offset = _weight(view, factor)
         if weight is None or weight.output is None or len(weight.output.shape) != 1:
             continue
-        rounded = view.is_op(normalised, "cast")
+        rounded = view.is_op(body_or_cast, "cast")
         if rounded and form == "scale-then-cast":
             continue
-        body = view.operand(normalised) if rounded else normalised
-        inner = _normalised(view, body)
+        body = view.operand(body_or_cast) if rounded else body_or_cast
+        inner = normalised(view, body)
         if inner is None:
             continue
         x, eps = inner
@@ -94,7 +94,7 @@ def _weight(view: View, factor: OpNode) -> tuple[OpNode | None, bool]:
     return (factor if factor.kind == "parameter" else None), offset
 
 
-def _normalised(view: View, node: OpNode) -> tuple[OpNode, float] | None:
+def normalised(view: View, node: OpNode) -> tuple[OpNode, float] | None:
     """``x · rsqrt(mean(x²) + ε)`` → (x, ε)."""
     if not view.is_op(node, "mul", 2):
         return None

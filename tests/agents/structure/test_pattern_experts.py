@@ -28,6 +28,8 @@ class UpFirst(Stock):
 
 
 class Clamped(Stock):
+    """The gate is clamped and up is not: no family does this."""
+
     def _apply_gate(self, merged: torch.Tensor) -> torch.Tensor:
         gate, up = merged.chunk(2, dim=-1)
         return self.act_fn(gate.clamp(max=7.0)) * up
@@ -89,7 +91,7 @@ class TestExperts(PatternContract):
 
     def test_every_near_miss_is_examined_or_unmatched(self) -> None:
         """The certificate, not the matcher, tells these apart: each matches and is refused for its own reason."""
-        reasons = {"up-first": "re-trace", "loop-differs": "own loop", "hooked": "hooks"}
+        reasons = {"loop-differs": "own loop", "hooked": "hooks"}
         for name, reason in reasons.items():
             ((_, certificate),) = self.found(self.near_misses[name])
             assert reason in certificate.refused_because(), name
@@ -125,8 +127,10 @@ def test_changed_experts_are_refused(kind, tiny, captured) -> None:  # type: ign
         assert not certificate.legal
 
 
-def test_other_activation_is_not_matched(tiny, captured) -> None:  # type: ignore[no-untyped-def]
-    assert matched(tiny("mixtral", hidden_act="gelu"), captured) == []
+def test_the_gate_is_bound_and_an_unknown_one_is_not_matched(tiny, captured) -> None:  # type: ignore[no-untyped-def]
+    ((match, certificate),) = matched(tiny("mixtral", hidden_act="gelu"), captured)
+    assert certificate.legal and match.constants["gate"] == "gelu"
+    assert matched(tiny("mixtral", hidden_act="tanh"), captured) == []
 
 
 def test_experts_are_one_node_in_the_layer(tiny, captured) -> None:  # type: ignore[no-untyped-def]
@@ -145,3 +149,18 @@ def test_the_layer_graph_is_the_same_for_every_experts_implementation(tiny, capt
         digests.add(tuple(canonical.digest for _, canonical in captured(model)))
         assert model.config._experts_implementation == name
     assert len(digests) == 1
+
+
+def test_kernels_take_what_their_contract_has_and_refuse_the_rest() -> None:
+    """Each gate of the expert kernels means the same there: their own reference, in fp64."""
+    from shardwright.agents.structure.patterns.experts import KERNEL_GATES, _choice
+    from shardwright.agents.structure.patterns.gates import GATES
+    from shardwright.kernels.grouped_lora_mlp.reference import activate_reference
+
+    numbers = {"limit": 1.7, "alpha": 1.3, "beta": 1.1, "lambda": 0.9}
+    gate, up = torch.randn(2, 400, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 3
+    assert {"silu", "silu-clamped", "swiglu-sloped", "situ", "relu2"} <= set(KERNEL_GATES)
+    for form, constants in KERNEL_GATES.items():
+        activation, _ = _choice({**constants(numbers), "transposed": False, "split": "halves"})
+        found = activate_reference(gate, up if GATES[form].gated else None, activation)
+        torch.testing.assert_close(found, GATES[form].oracle(gate, up, numbers), rtol=1e-12, atol=1e-12)

@@ -60,9 +60,57 @@ class TwoInputs(Mlp):
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x + 1.0))
 
 
-class Gelu(Mlp):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))
+def gated(function):  # type: ignore[no-untyped-def]
+    """An MLP whose gate and up go through a function."""
+
+    class Other(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj(function(self.gate_proj(x), self.up_proj(x)))
+
+    return Other
+
+
+def situ(gate: torch.Tensor, up: torch.Tensor, beta: float = 4.0, cap: float = 25.0) -> torch.Tensor:
+    wide, other = gate.float(), up.float()
+    left = torch.tanh(wide / beta) * beta * torch.sigmoid(wide)
+    return (left * (cap * torch.tanh(other / cap))).to(gate.dtype)
+
+
+def sloped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(gate * 1.702)
+
+
+def sloped_as_published(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    glu = gate * torch.sigmoid(gate * 1.702)
+    return (up + 1) * glu
+
+
+GATED = {
+    "gelu": lambda g, u: F.gelu(g) * u,
+    "gelu-tanh": lambda g, u: u * F.gelu(g, approximate="tanh"),
+    "silu-wide": lambda g, u: (F.silu(g.float()) * u.float()).to(g.dtype),
+    "silu-clamped": lambda g, u: F.silu(g.clamp(max=10.0)) * u.clamp(-10.0, 10.0),
+    "silu-clamped-after": lambda g, u: F.silu(g).clamp(max=7.0) * u.clamp(-7.0, 7.0),
+    "swiglu-sloped": sloped_as_published,
+    "situ": situ,
+}
+NEARLY_GATED = {
+    "tanh": lambda g, u: torch.tanh(g) * u,
+    "limits-differ": lambda g, u: F.silu(g.clamp(max=10.0)) * u.clamp(-7.0, 7.0),
+    "clamped-below-only": lambda g, u: F.silu(g.clamp(min=-10.0)) * u.clamp(-10.0, 10.0),
+    "gate-clamped-both": lambda g, u: F.silu(g.clamp(-10.0, 10.0)) * u.clamp(-10.0, 10.0),
+    "sloped-in-another-order": sloped,
+    "shifted-by-two": lambda g, u: (
+        (u.clamp(-7.0, 7.0) + 2) * (g.clamp(max=7.0) * torch.sigmoid(g.clamp(max=7.0) * 1.7))
+    ),
+    "situ-without-cast": lambda g, u: (torch.tanh(g / 4.0) * 4.0 * torch.sigmoid(g)) * (torch.tanh(u / 25.0) * 25.0),
+    "caps-differ": lambda g, u: (
+        torch.tanh(g.float() / 4.0) * 5.0 * torch.sigmoid(g.float()) * (torch.tanh(u.float() / 25.0) * 25.0)
+    ).to(g.dtype),
+    "wide-gate-only": lambda g, u: (F.silu(g.float()) * u).to(g.dtype),
+}
 
 
 class GateUsedElsewhere(Mlp):
@@ -116,12 +164,13 @@ class TestSwiGlu(PatternContract):
         "spelled": (example(Spelled), 1),
         "merged": (example(Merged), 1),
         "merged-sliced": (example(MergedSliced), 1),
+        **{name: (example(gated(function)), 1) for name, function in GATED.items()},
     }
     near_misses = {
         "up-first": example(UpFirst),
         "overlapping": example(Overlapping),
         "two-inputs": example(TwoInputs),
-        "gelu": example(Gelu),
+        **{name: example(gated(function)) for name, function in NEARLY_GATED.items()},
         "gate-used-elsewhere": example(GateUsedElsewhere),
         "dropout": example(Dropped),
         "widened": example(Widened),
@@ -134,3 +183,10 @@ class TestSwiGlu(PatternContract):
             match, _ = self.found(example(kind))[0]
             assert match.parameters["gate"].endswith("gate_proj.weight")
             assert match.parameters["up"].endswith("up_proj.weight")
+
+    def test_the_form_of_the_gate_is_bound(self) -> None:
+        for name, function in GATED.items():
+            ((match, _),) = self.found(example(gated(function)))
+            assert match.constants["gate"] == name
+        ((match, _),) = self.found(example(gated(situ)))
+        assert (match.constants["beta"], match.constants["lambda"]) == (4.0, 25.0)

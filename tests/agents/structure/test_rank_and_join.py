@@ -105,13 +105,15 @@ def test_decisions_name_all_instances_constants_and_sources(on_cuda, recipe, kin
     assert pair.constants["eps"] == "0.00001"
     assert pair.source_sha256 == source_sha256("add_rms_norm") and float(pair.tolerance) > 0
     experts = decisions[f"experts:{kind}/experts:experts"]
-    assert experts.source_sha256 is None and experts.tolerance == "0"
+    assert experts.op == "moe_layer" and experts.constants["activation"] == "swiglu"
+    assert experts.source_sha256 == source_sha256("moe_layer") and float(experts.tolerance) > 0
     canonical_bytes(list(decisions.values()), floats=False)
 
 
 def test_the_mesh_picks_the_variant_and_the_certificate_says_so(on_cuda, recipe, kind) -> None:  # type: ignore[no-untyped-def]
     cluster = load_cluster("h200-8")
-    for mesh, wanted in ((Mesh(shard=8), "eager-whole"), (Mesh(shard=2, ep=4), "eager-cut-at-dispatch")):
+    for mesh, cut in ((Mesh(shard=8), "whole"), (Mesh(shard=2, ep=4), "cut-at-dispatch")):
+        wanted = f"kernel-{cut}"
         proposals, decisions = recertify(on_cuda.proposals, ParallelStrategy(mesh=mesh), cluster, recipe)
         again, same = recertify(proposals, ParallelStrategy(mesh=mesh), cluster, recipe)
         assert (again, same) == (proposals, decisions)
@@ -119,7 +121,7 @@ def test_the_mesh_picks_the_variant_and_the_certificate_says_so(on_cuda, recipe,
         assert next(d for d in decisions if d.proposal_id == name).variant == wanted
         obligations = next(p for p in proposals if p.id == name).certificate.obligations
         evidence = next(o.evidence for o in obligations if o.name == "sharding-boundary")
-        assert evidence.endswith(f"mesh {mesh.text()}: {wanted}")
+        assert evidence.endswith(f"mesh {mesh.text()}: {wanted}, eager-{cut}")
 
 
 def test_tensor_parallelism_refuses_every_region(on_cuda, recipe) -> None:  # type: ignore[no-untyped-def]

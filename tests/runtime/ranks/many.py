@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from shardwright.runtime import execute
 from shardwright.runtime.worker import main
-from shardwright.search_spaces.executable import EXECUTABLE
-
-EXECUTABLE["replicate"].proof.setdefault(2, "this very test")
+from shardwright.schemas.plan import load_plan
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    kind = load_plan(Path(jobs[0][jobs[0].index("--plan") + 1])).decision.cluster.device_type
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     execute.close = lambda failed: None if failed else dist.barrier()
-    for flags in json.loads(Path(sys.argv[1]).read_text()):
+    for flags in jobs:
         code = main(flags)
         if code:
             os._exit(code)

@@ -1,0 +1,216 @@
+"""Speed and regret of the strategy search: ``python benchmarks/search.py [k3|regret] [--seeds N]``.
+
+``search/k3-128xh200``: the whole search for LoRA on Kimi K3 on 128 × H200, explored space. ``search/regret``:
+the study without warm start on a joint space (mesh, schedule, recomputed layers of each kind) whose optimum is
+known exactly, beside random search and TPE over plain categorical axes. Needs no accelerator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from lines import append, line, versions
+from models import kimi_k3, kimi_linear, recipe_for, targets_for
+
+from shardwright.agents.strategy.complete import Completion, with_layers
+from shardwright.agents.strategy.oracle import SAFETY_FRACTION, Pricer, scan
+from shardwright.agents.strategy.pareto import lost_because
+from shardwright.agents.strategy.run import run_search
+from shardwright.agents.strategy.study import run_study
+from shardwright.schemas.cluster import ClusterSpec
+from shardwright.schemas.strategy import Mesh, ParallelStrategy
+from shardwright.search_spaces.axes.checkpointed_layers import layers_of
+from shardwright.search_spaces.catalogue import load_cluster
+from shardwright.search_spaces.context import SearchContext, divisors
+from shardwright.search_spaces.cost import workload
+from shardwright.search_spaces.legality import violations_in
+from shardwright.search_spaces.space import enumerate_plans
+
+TRIALS = 300
+ADMITTED = (
+    ("checkpointing", "full"),
+    ("checkpointing", "layers"),
+    ("prefetch_depth", 2),
+    ("prefetch_depth", 4),
+    ("overlap", "chunked"),
+    ("overlap_chunks", 2),
+    ("overlap_chunks", 4),
+    ("dispatch", "hierarchical"),
+    ("reshard_scope", "node"),
+)
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def k3() -> dict[str, Any]:
+    """Time of the whole search, and what FSDP2 + EP64 costs beside the best within its memory."""
+    model, cluster = kimi_k3("mxfp4"), load_cluster("h200-128")
+    recipe, targets = recipe_for(batch=256, tokens=4096), targets_for(model, rank=16)
+    with tempfile.TemporaryDirectory() as folder:
+        began, worked = time.perf_counter(), time.process_time()
+        result = run_search(model, recipe, cluster, targets, trials=64, journal=Path(folder) / "journal", explore=True)
+        seconds, busy = time.perf_counter() - began, time.process_time() - worked
+    context = SearchContext(model, recipe, cluster, explore=True)
+    table, pricer = enumerate_plans(context), Pricer.of(workload(model, recipe, targets), cluster)
+    began, worked = time.perf_counter(), time.process_time()
+    found = scan(table, pricer)
+    rate, own = len(table) / (time.perf_counter() - began), len(table) / (time.process_time() - worked)
+    usual = ParallelStrategy(mesh=Mesh(shard=2, ep=64), accumulation_steps=2, checkpointing="full")
+    assert violations_in(context, usual) == ()
+    cost = pricer.report(usual)
+    no_more = np.flatnonzero(found.columns.reserved <= cost.memory.reserved_bytes)
+    better = found.priced(int(no_more[np.argmin(found.columns.step_ms[no_more])]))
+    say(f"{len(table)} plans, {found.feasible} fit, {rate:,.0f} plans/s; whole search {seconds:.1f} s")
+    say(f"FSDP2 + EP64: {usual.text()}: {cost.time.step_ms:,.0f} ms, {cost.memory.reserved_bytes / 2**30:.1f} GiB")
+    for part in sorted(cost.memory.components, key=lambda c: -c.bytes):
+        say(f"  {part.name:<24}{part.bytes / 2**30:8.2f} GiB  {', '.join(part.moments)}")
+    say(f"best within its memory: {better.strategy.text()}: {better.cost.time.step_ms:,.0f} ms, "
+        f"{better.cost.memory.reserved_bytes / 2**30:.1f} GiB")  # fmt: skip
+    rival = type(better)(usual, cost)
+    say(f"  EP64 lost: {lost_because(better, rival)}")
+    say("best of the search: " + " ".join(result.explanation))
+    metrics = {
+        "seconds": round(seconds, 2),
+        "plans_per_second": round(rate),
+        "processor_seconds": round(busy, 2),
+        "plans_per_processor_second": round(own),
+        "load_average": round(os.getloadavg()[0], 1),
+        "plans": float(len(table)),
+        "ep64_step_ms": cost.time.step_ms,
+        "ep64_reserved_gib": round(cost.memory.reserved_bytes / 2**30, 2),
+        "best_within_step_ms": better.cost.time.step_ms,
+        "best_step_ms": result.cost.time.step_ms,
+    }
+    return {"bench": "search", "case": "search/k3-128xh200", "unit": "s", "ours": round(seconds, 2), "metrics": metrics}
+
+
+def joint_space() -> tuple[SearchContext, Pricer, Completion]:
+    """Kimi-Linear-48B on 16 × H200 with 60 GiB each: recomputing some layers is worth it there."""
+    model, spec = kimi_linear(), load_cluster("h200-128")
+    device = spec.device.model_dump() | {"usable_memory_bytes": 60 * 2**30}
+    cluster = ClusterSpec.model_validate({**spec.model_dump(), "nodes": 2, "device": device})
+    recipe, targets = recipe_for(batch=64, tokens=8192), targets_for(model, rank=16)
+    context = SearchContext(model, recipe, cluster, admitted=ADMITTED)
+    pricer = Pricer.of(workload(model, recipe, targets), cluster)
+    return context, pricer, Completion(context, pricer)
+
+
+def optimum(context: SearchContext, complete: Completion) -> tuple[float, int]:
+    """Step time of the best plan of the joint space, every one priced, and how many there are."""
+    table = enumerate_plans(context)
+    bare = np.flatnonzero(table.plans.recomputed.sum(axis=0) == 0)
+    best = float("inf")
+    for position in bare:
+        _, step_ms, fits = complete.best_counts(table.plans.take(slice(position, position + 1)))
+        best = min(best, step_ms) if fits else best
+    return best, len(bare) * len(complete.counts)
+
+
+def ours(seed: int, context: SearchContext, pricer: Pricer, complete: Completion) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Path(folder) / "journal"
+        found = run_study(
+            context, pricer.report, key="regret", trials=TRIALS, seed=seed, journal=journal, complete=complete
+        )
+    return found.best_step_ms or float("inf")
+
+
+def plain(sampler: optuna.samplers.BaseSampler, context: SearchContext, pricer: Pricer) -> float:
+    """The same space as plain categorical axes: an illegal combination is a violated constraint."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    study = optuna.create_study(direction="minimize", sampler=sampler)
+    world, kinds, best = context.world, context.profile.layer_kinds, float("inf")
+    for _ in range(TRIALS):
+        trial = study.ask()
+        pick = trial.suggest_categorical
+        mesh = {name: pick(name, list(divisors(world))) for name in ("ep", "shard")}
+        counts = tuple(trial.suggest_int(kind.name, 0, len(kind.layer_indices)) for kind in kinds)
+        chunks = pick("overlap_chunks", [1, 2, 4])
+        strategy = ParallelStrategy(
+            mesh=Mesh(**mesh),
+            micro_batch_sequences=pick("micro", [1, 2, 4]),
+            accumulation_steps=pick("accumulation", [1, 2, 4]),
+            reshard_after_forward=pick("reshard", [True, False]),
+            reshard_scope=pick("scope", ["all", "node"]),
+            prefetch_depth=pick("prefetch", [1, 2, 4]),
+            overlap="chunked" if chunks > 1 else "none",
+            overlap_chunks=chunks,
+            dispatch=pick("dispatch", ["all_to_all", "hierarchical"]),
+        )
+        strategy = with_layers(context, strategy, counts)
+        assert strategy.checkpointing != "layers" or strategy.checkpointed_layers == layers_of(kinds, counts)
+        if violations_in(context, strategy):
+            trial.set_constraint("illegal", 1.0)
+            study.tell(trial, 1e9)
+            continue
+        cost = pricer.report(strategy)
+        excess = cost.memory.fraction - SAFETY_FRACTION
+        trial.set_constraint("illegal", max(0.0, excess))
+        study.tell(trial, cost.time.step_ms)
+        best = min(best, cost.time.step_ms) if excess <= 0 else best
+    return best
+
+
+def regret(seeds: int) -> dict[str, Any]:
+    context, pricer, complete = joint_space()
+    best, plans = optimum(context, complete)
+    say(f"joint space of {plans} plans; optimum {best:.6g} ms")
+
+    def median(name: str, run: Callable[[int], float]) -> float:
+        values = []
+        for seed in range(seeds):
+            values.append(100 * (run(seed) / best - 1))
+            say(f"  {name}, seed {seed}: {values[-1]:.2f} %")
+        say(f"{name}: median regret {statistics.median(values):.2f} %, worst {max(values):.2f} %")
+        return round(min(statistics.median(values), 1e6), 3)
+
+    metrics = {
+        "median_pct": median("ours", lambda seed: ours(seed, context, pricer, complete)),
+        "random_plain_pct": median(
+            "random, plain axes", lambda seed: plain(optuna.samplers.RandomSampler(seed=seed), context, pricer)
+        ),
+        "tpe_plain_pct": median(
+            "TPE, plain axes", lambda seed: plain(optuna.samplers.TPESampler(seed=seed), context, pricer)
+        ),
+        "seeds": float(seeds),
+        "trials": float(TRIALS),
+        "plans": float(plans),
+    }
+    return {"bench": "search", "case": "search/regret", "unit": "%", "ours": metrics["median_pct"], "metrics": metrics}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case", nargs="?", choices=["k3", "regret", "all"], default="all")
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--dry", action="store_true", help="print only; write no result lines")
+    given = parser.parse_args(arguments)
+    cases = []
+    if given.case in ("k3", "all"):
+        cases.append(k3())
+    if given.case in ("regret", "all"):
+        cases.append(regret(given.seeds))
+    if not given.dry:
+        facts = {"versions": versions(("numpy", "optuna"))}
+        say(f"wrote {append([line({**facts, **case}) for case in cases])}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

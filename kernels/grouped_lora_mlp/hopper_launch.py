@@ -1,0 +1,143 @@
+"""When the Hopper product is used, and how it is started.
+
+Legend: R rows, E experts, H hidden, I expert width, F = 2I, r rank, N columns, K depth.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from shardwright.kernels import device
+from shardwright.kernels.grouped_lora_mlp import configs
+from shardwright.kernels.grouped_lora_mlp.contract import Activation, Layout
+from shardwright.kernels.grouped_lora_mlp.hopper import (
+    CONSUMER_REGISTERS,
+    DEPTH,
+    ROWS,
+    RUN,
+    STAGES,
+    hopper_product_kernel,
+)
+from shardwright.kernels.grouped_lora_mlp.rows import LowRank, Rows
+
+RANKS = (16, 32, 64)
+"""Ranks whose B fits beside three steps in shared memory and is a whole matrix step."""
+
+
+def serves(x: Tensor, w: Tensor, rows: Rows, low: LowRank | None) -> bool:
+    """Whether the Hopper product computes this call, and is the faster one for its rows.
+
+    The stack must be one dense [E · rows, columns] matrix, and the depth whole steps: a two-dimensional tensor
+    copy knows no bounds inside it.
+    """
+    return (
+        device.capability(x) == (9, 0)
+        and x.element_size() == 2
+        and x.shape[1] % DEPTH == 0
+        and w.is_contiguous()
+        and (low is None or (low.rank in RANKS and low.z.is_contiguous()))
+        and configs.prefers_hopper(rows.count, rows.tiles.experts)
+    )
+
+
+@cache
+def _layout(block: tuple[int, int]) -> gl.NVMMASharedLayout:
+    """How a block of 16-bit values lies in shared memory; kept, since it takes the host longer than a launch."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
+
+
+def _describe(tensor: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    """A dense tensor as a matrix of its last dim, in blocks."""
+    width = tensor.shape[-1]
+    return TensorDescriptor(tensor, [tensor.numel() // width, width], [width, 1], list(block), _layout(block))
+
+
+def launch_product(
+    x: Tensor, w: Tensor, n_first: bool, rows: Rows, low: LowRank | None, y: Tensor, gathered: bool
+) -> None:
+    """Fill ``y [R, N]``; see ``launches.launch_product``."""
+    fixed = {"FUSE": False, "HALVES": False, "SAVE": True, "KIND": "none", "P0": 0.0, "P1": 0.0, "P2": 0.0}
+    _launch(x, w, n_first, rows, low, gathered, y, y, y.shape[1], y.shape[1], fixed)
+
+
+def launch_gate_up(
+    x: Tensor,
+    gate_up: Tensor,
+    n_first: bool,
+    rows: Rows,
+    low: LowRank | None,
+    activation: Activation,
+    layout: Layout,
+    gu: Tensor | None,
+    h: Tensor,
+    gathered: bool,
+) -> None:
+    """Fill ``h [R, I]`` and, where given, ``gu [R, F]``; see ``launches.launch_gate_up``. Gated kinds only."""
+    P0, P1, P2 = activation.parameters
+    fixed: dict[str, Any] = {
+        "FUSE": True,
+        "HALVES": not layout.interleaved,
+        "SAVE": gu is not None,
+        "KIND": activation.kind,
+    }
+    fixed |= {"P0": P0, "P1": P1, "P2": P2}
+    _launch(x, gate_up, n_first, rows, low, gathered, h if gu is None else gu, h, 2 * h.shape[1], h.shape[1], fixed)
+
+
+def _launch(
+    x: Tensor,
+    w: Tensor,
+    n_first: bool,
+    rows: Rows,
+    low: LowRank | None,
+    gathered: bool,
+    y: Tensor,
+    h: Tensor,
+    N: int,
+    I: int,
+    fixed: dict[str, Any],
+) -> None:
+    expert, first, last = rows.tiles.lists()
+    x_desc = _describe(x, (ROWS, DEPTH))
+    b_desc, b_n_first = x_desc, True
+    if low is not None:
+        b_n_first = low.stride_r == 1 and low.stride_n == low.rank
+        b_desc = _describe(low.b, (RUN, low.rank) if b_n_first else (low.rank, RUN))
+    programs = device.multiprocessors(x)
+    with device.current(x):
+        hopper_product_kernel[(programs,)](
+            x_desc,
+            x,
+            _describe(w, (RUN, DEPTH) if n_first else (DEPTH, RUN)),
+            b_desc,
+            y,
+            h,
+            y if low is None else low.z,
+            rows.entry if gathered else rows.tiles.offsets,
+            expert,
+            first,
+            last,
+            rows.tiles.count,
+            N,
+            I,
+            x.shape[1],
+            rows.slots,
+            w.shape[1],
+            1 if low is None else low.b.shape[1],
+            STAGES=STAGES,
+            GROUP=configs.group(rows.count, rows.tiles.experts),
+            PROGRAMS=programs,
+            REGISTERS=CONSUMER_REGISTERS,
+            GATHER=gathered,
+            N_FIRST=n_first,
+            LORA=low is not None,
+            B_N_FIRST=b_n_first,
+            RANK=16 if low is None else low.rank,
+            num_warps=4,
+            **fixed,
+        )

@@ -1,0 +1,130 @@
+"""Forward and backward of packed expert MLPs on sorted rows, out of the launches. No autograd, no guards.
+
+Few rows an expert: every product decodes its weights as it reads them. Many: the layer's two stacks are dequantised
+to the workspace (at most one layer, see ``workspace``), and the ordinary grouped products run on it. What is kept
+for the backward is the same either way.
+
+Legend: R rows, E experts, H hidden, I expert width, F = 2I with a gate (else I), r rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shardwright.kernels.grouped_lora_mlp import compute as dense
+from shardwright.kernels.grouped_lora_mlp.compute import Choice, Gradients, Kept, Weights
+from shardwright.kernels.grouped_lora_mlp.launches import launch_adapter_grad, launch_shrink
+from shardwright.kernels.grouped_lora_mlp.rows import LowRank, Rows
+from shardwright.kernels.packed_experts import configs, launches, workspace
+from shardwright.kernels.packed_experts.storage import PackedStack
+from shardwright.kernels.permute.op import Tiles, make_tiles
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """Packed stacks and the adapters' factors; ``None`` where a stack has no adapter."""
+
+    gate_up: PackedStack
+    down: PackedStack
+    up_a: Tensor | None = None
+    up_b: Tensor | None = None
+    down_a: Tensor | None = None
+    down_b: Tensor | None = None
+
+    def dequantised(self) -> Weights:
+        """The same with bf16 stacks: the workspace's."""
+        return Weights(
+            *workspace.dequantised((self.gate_up, self.down)), self.up_a, self.up_b, self.down_a, self.down_b
+        )
+
+
+def forward(
+    choice: Choice, w: PackedWeights, x: Tensor, counts: Tensor, keep: bool, dequantise: bool
+) -> tuple[Tensor, Kept, Tiles]:
+    """``y [R, H]``, what a backward needs where ``keep``, and the tile list (its offsets end the rows in use)."""
+    R, H = x.shape
+    if dequantise:
+        rows = Rows(R, make_tiles(counts, R))
+        y, kept = dense.forward(choice, w.dequantised(), x, rows, keep)
+        return y, kept, rows.tiles
+    pieces = configs.pieces(R, counts.shape[0])
+    rows = launches.make_rows(counts, R, pieces.rows)
+    I, interleaved = w.down.shape[2], choice.layout.interleaved
+    gu = x.new_empty((R, (2 if choice.activation.gated else 1) * I)) if keep else None
+    h = x.new_empty((R, I))
+    z_up = z_down = low = None
+    if w.up_a is not None and w.up_b is not None:
+        rank = w.up_a.shape[1]
+        z_up = x.new_empty((R, rank))
+        launch_shrink(x, w.up_a, 1, H, choice.up_scaling, rows, False, z_up)
+        low = LowRank(z_up, w.up_b, rank, rank, 1)
+    launches.launch_gate_up(x, w.gate_up, interleaved, rows, pieces, low, choice.activation, gu, h)
+    low = None
+    if w.down_a is not None and w.down_b is not None:
+        rank = w.down_a.shape[1]
+        z_down = x.new_empty((R, rank))
+        launch_shrink(h, w.down_a, 1, I, choice.down_scaling, rows, False, z_down)
+        low = LowRank(z_down, w.down_b, rank, rank, 1)
+    y = x.new_empty((R, H))
+    launches.launch_down(h, w.down, rows, pieces, low, y)
+    if not keep:
+        return y, Kept(None, None, None, None), rows.tiles
+    return y, Kept(gu, h if z_down is not None else None, z_up, z_down), rows.tiles
+
+
+def backward(
+    choice: Choice,
+    w: PackedWeights,
+    x: Tensor,
+    counts: Tensor,
+    kept: Kept,
+    dy: Tensor,
+    dequantise: bool,
+    *,
+    wants_x: bool,
+    wants_up: bool,
+    wants_down: bool,
+) -> tuple[Gradients, Tiles]:
+    """Gradients of x and of the adapters, where asked for; and the tile list."""
+    R, H = x.shape
+    if dequantise:
+        rows = Rows(R, make_tiles(counts, R))
+        wants = {"wants_x": wants_x, "wants_part": False, "wants_up": wants_up, "wants_down": wants_down}
+        return dense.backward(choice, w.dequantised(), x, rows, kept, dy, None, **wants), rows.tiles
+    assert kept.gu is not None
+    pieces = configs.pieces(R, counts.shape[0])
+    rows = launches.make_rows(counts, R, pieces.rows)
+    F, I, interleaved = kept.gu.shape[1], w.down.shape[2], choice.layout.interleaved
+    t_down = t_up = low = None
+    if w.down_a is not None and w.down_b is not None:
+        rank = w.down_a.shape[1]
+        t_down = x.new_empty((R, rank))
+        launch_shrink(dy, w.down_b, rank, 1, choice.down_scaling, rows, False, t_down)
+        low = LowRank(t_down, w.down_a, rank, 1, I)
+    dgu = x.new_empty((R, F))
+    launches.launch_activation_bwd(dy, w.down, interleaved, rows, pieces, low, choice.activation, kept.gu, dgu)
+    low = None
+    if w.up_a is not None and w.up_b is not None:
+        rank = w.up_a.shape[1]
+        t_up = x.new_empty((R, rank))
+        launch_shrink(dgu, w.up_b, rank, 1, choice.up_scaling, rows, False, t_up)
+        low = LowRank(t_up, w.up_a, rank, 1, H)
+    dx = up_a = up_b = down_a = down_b = None
+    if wants_x:
+        dx = x.new_empty((R, H))
+        launches.launch_dx(dgu, w.gate_up, rows, pieces, low, dx)
+    if wants_up and w.up_a is not None and w.up_b is not None:
+        assert t_up is not None and kept.z_up is not None
+        rank = w.up_a.shape[1]
+        up_a, up_b = w.up_a.new_empty(w.up_a.shape), w.up_b.new_empty(w.up_b.shape)
+        launch_adapter_grad(x, t_up, rows, False, None, up_a, 1, H)
+        launch_adapter_grad(dgu, kept.z_up, rows, False, None, up_b, rank, 1)
+    if wants_down and w.down_a is not None and w.down_b is not None:
+        assert t_down is not None and kept.z_down is not None and kept.h is not None
+        rank = w.down_a.shape[1]
+        down_a, down_b = w.down_a.new_empty(w.down_a.shape), w.down_b.new_empty(w.down_b.shape)
+        launch_adapter_grad(kept.h, t_down, rows, False, None, down_a, 1, I)
+        launch_adapter_grad(dy, kept.z_down, rows, False, None, down_b, rank, 1)
+    return Gradients(dx, None, up_a, up_b, down_a, down_b), rows.tiles

@@ -1,0 +1,84 @@
+"""What is looked at after every step: predictions missed, losses that jump, hot experts, replicas that drift."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from torch import Tensor
+
+from shardwright.runtime.checks.step import replicas_agree
+from shardwright.runtime.record import WARMUP_STEPS
+from shardwright.runtime.train import Gradient, Trainer
+from shardwright.schemas.run import CheckResult, StepMetric
+
+MARGIN = 0.15
+"""A measured time or peak this far above its prediction is worth a warning."""
+SETTLED_STEPS = 5
+SPIKE = 2.0
+"""A loss this many times the median of the last ones is a spike."""
+WINDOW = 20
+AGREE_EVERY = 50
+"""Steps between two comparisons of replicas."""
+HOT = 4.0
+"""An expert with this many times the mean load of its layer is hot."""
+
+
+class Watch:
+    """One run's watch on rank 0; :meth:`checks` is for all ranks."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        cost = trainer.plan.evidence.cost
+        self.step_ms, self.peak = cost.time.step_ms, cost.memory.peak_bytes
+        self.steps: list[StepMetric] = []
+        self.said: set[str] = set()
+
+    def checks(self, step: int) -> tuple[CheckResult, ...]:
+        """Replicas hold the same bits, every ``AGREE_EVERY`` steps; the same answer on all ranks' schedules."""
+        if step % AGREE_EVERY or self.trainer.ranks.sizes.replicate == 1:
+            return ()
+        return (replicas_agree(self.trainer.live.parameters, self.trainer.ranks),)
+
+    def after(self, metric: StepMetric, gradient: Gradient) -> tuple[str, ...]:
+        """Warnings of this step, each kind of prediction and each hot layer once."""
+        found = [*self._spike(metric), *hot_experts(gradient.loads)]
+        self.steps.append(metric)
+        found += self._predictions()
+        fresh = tuple(text for text in found if text.split(":", 1)[0] not in self.said)
+        self.said.update(text.split(":", 1)[0] for text in fresh)
+        return fresh
+
+    def _spike(self, metric: StepMetric) -> list[str]:
+        before = [one.loss for one in self.steps[-WINDOW:]]
+        if len(before) < SETTLED_STEPS or metric.loss <= SPIKE * median(before):
+            return []
+        return [
+            f"loss spike at step {metric.step}: {metric.loss:.4f}, the median of the last {len(before)} is "
+            f"{median(before):.4f}; gradient norm {metric.grad_norm:.3g}"
+        ]
+
+    def _predictions(self) -> list[str]:
+        if len(self.steps) < SETTLED_STEPS + WARMUP_STEPS:
+            return []
+        found = []
+        times = [one.seconds * 1000 for one in self.steps[WARMUP_STEPS:]]
+        if median(times) > (1 + MARGIN) * self.step_ms > 0:
+            found.append(f"step time: {median(times):.4g} ms, predicted {self.step_ms:.4g} ms")
+        peak = max(one.peak_memory_bytes for one in self.steps)
+        if peak > (1 + MARGIN) * self.peak > 0:
+            found.append(f"peak memory: {peak} bytes, predicted {self.peak} bytes")
+        return found
+
+
+def hot_experts(loads: dict[str, Tensor]) -> list[str]:
+    """One line for each layer with an expert of more than ``HOT`` times the mean load."""
+    found = []
+    for layer, rows in loads.items():
+        mean = float(rows.sum()) / rows.numel()
+        hottest = int(rows.argmax())
+        if mean > 0 and float(rows[hottest]) > HOT * mean:
+            found.append(
+                f"hot expert in {layer}: expert {hottest} got {int(rows[hottest])} rows in one step, "
+                f"{float(rows[hottest]) / mean:.1f} times the mean; {int((rows == 0).sum())} of {rows.numel()} got none"
+            )
+    return found

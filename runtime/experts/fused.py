@@ -1,0 +1,164 @@
+"""The experts of a layer as one fused operator, under the plan's switch.
+
+``moe_layer`` takes the whole layer where all experts lie on one rank: rows are gathered, multiplied, weighted and
+summed without a sorted copy. ``grouped_lora_mlp`` takes the received rows between dispatch and combine at any ep.
+Parameters, their names and their memory stay what they are: adapters are A [L, r, in] and B [L, out, r], as the
+operators want them.
+
+Legend: T tokens, K experts per token, E experts, L = E / ep local experts, H hidden, I expert width, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.kernels.grouped_lora_mlp.contract import GATED, Activation, Layout
+from shardwright.kernels.registry import OPERATORS
+from shardwright.runtime.experts.balance import rows_of_experts
+from shardwright.runtime.experts.dispatch import combine, dispatch, plan_route
+from shardwright.runtime.experts.module import LoraExperts
+from shardwright.schemas.errors import LegalityError
+from shardwright.schemas.fusion import FusionDecision
+
+if TYPE_CHECKING:
+    from shardwright.kernels.grouped_lora_mlp.op import Adapter
+
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+PROBES = 64
+"""Values on which the plan's activation must be the family's own."""
+PARAMETERS = ("limit", "alpha", "offset")
+"""Constants of a decision that give an activation its numbers, in the operator's order."""
+
+
+def whole_layer(module: nn.Module, name: str, decision: FusionDecision) -> Forward:
+    """``moe_layer`` in place of the experts' forward.
+
+    Raises:
+        LegalityError: ``fusion-experts``.
+    """
+    experts, activation, layout = _bound(module, name, decision)
+    if experts.ep != 1:
+        raise _refused(name, f"moe_layer needs all experts on one rank; ep is {experts.ep}")
+    op = OPERATORS["moe_layer"].load_op()
+
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if experts.meter.recording:
+            experts.meter.add(name, rows_of_experts(top_k_index, experts.num_experts))
+        up, low = _adapters(experts, hidden_states.dtype)
+        out: Tensor = op(
+            hidden_states.contiguous(),
+            top_k_index.contiguous(),
+            top_k_weights.contiguous(),
+            getattr(experts, experts.layout.up),
+            getattr(experts, experts.layout.down),
+            up=up,
+            low=low,
+            activation=activation,
+            layout=layout,
+        )
+        return out
+
+    return forward
+
+
+def received_rows(module: nn.Module, name: str, decision: FusionDecision) -> Forward:
+    """``grouped_lora_mlp`` between dispatch and combine.
+
+    Raises:
+        LegalityError: ``fusion-experts``.
+    """
+    experts, activation, layout = _bound(module, name, decision)
+    op = OPERATORS["grouped_lora_mlp"].load_op()
+
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        route = plan_route(top_k_index, experts.num_experts, experts.ep, experts.group)
+        experts.meter.add(name, route.counts)
+        rows = dispatch(hidden_states, route, top_k_index.shape[-1], experts.group)
+        up, low = _adapters(experts, rows.dtype)
+        out = op(
+            rows.contiguous(),
+            route.local_counts,
+            getattr(experts, experts.layout.up),
+            getattr(experts, experts.layout.down),
+            up=up,
+            low=low,
+            activation=activation,
+            layout=layout,
+        )
+        return combine(out, route, top_k_weights, experts.group)
+
+    return forward
+
+
+def _bound(module: nn.Module, name: str, decision: FusionDecision) -> tuple[LoraExperts, Activation, Layout]:
+    """The experts and what the plan says about them, compared with the live module."""
+    if not isinstance(module, LoraExperts):
+        raise _refused(name, f"{type(module).__name__} is not run by this runtime's own experts")
+    if module.weigh_inputs:
+        raise _refused(name, "these experts weigh their inputs; the operator weighs outputs")
+    if module.layout.biased:
+        raise _refused(name, "these experts have biases, which the operator does not add")
+    for role, found in (("gate_up", module.layout.up), ("down", module.layout.down)):
+        planned = decision.roles.get(role, decision.roles.get(f"{role}_proj", found))
+        if planned != found:
+            raise _refused(name, f"the plan binds {role} to {planned!r}, the family keeps it in {found!r}")
+    activation = activation_of(decision, name)
+    if activation.gated != module.layout.gated:
+        raise _refused(name, f"the plan's activation is {activation.kind}, the experts keep {module.layout.gate} gate")
+    _same_activation(module, activation, name)
+    return module, activation, Layout(module.layout.order, module.layout.gate == "interleaved")
+
+
+def activation_of(decision: FusionDecision, name: str) -> Activation:
+    """The decision's ``activation`` with its numbers; the pattern of routed SwiGLU experts names none.
+
+    Raises:
+        LegalityError: ``fusion-experts`` for a kind that the operator has not.
+    """
+    kind = str(decision.constants.get("activation", "swiglu"))
+    if kind not in GATED:
+        raise _refused(name, f"activation {kind!r} is not one of {', '.join(GATED)}")
+    default = Activation().parameters
+    numbers = [float(decision.constants.get(key, value)) for key, value in zip(PARAMETERS, default, strict=True)]
+    return Activation(kind, (numbers[0], numbers[1], numbers[2]))  # type: ignore[arg-type]
+
+
+def _same_activation(experts: LoraExperts, activation: Activation, name: str) -> None:
+    """The family's own gate and the plan's activation agree on values between −8 and 8, in fp64 on the host."""
+    from shardwright.kernels.grouped_lora_mlp.reference import activate_reference
+
+    gate = torch.linspace(-8, 8, PROBES, dtype=torch.float64)
+    up = torch.linspace(5, -9, PROBES, dtype=torch.float64)
+    if not activation.gated:
+        merged, first, second = gate, gate, None
+    else:
+        interleaved = experts.layout.gate == "interleaved"
+        merged = torch.stack((gate, up), -1).flatten() if interleaved else torch.cat((gate, up))
+        first, second = gate, up
+    ours = activate_reference(first, second, activation)
+    theirs = experts.activate(merged.unsqueeze(0))[0]
+    error = float((ours - theirs).abs().max())
+    if not error <= 1e-9 * float(theirs.abs().max()):
+        what = f"the plan's activation {activation.kind} differs from the family's by up to {error:.2e}"
+        raise _refused(name, what)
+
+
+def _adapters(experts: LoraExperts, dtype: torch.dtype) -> tuple[Adapter | None, Adapter | None]:
+    from shardwright.kernels.grouped_lora_mlp.op import Adapter
+
+    def one(stack: str) -> Any:
+        factors = experts.adapter(stack, dtype)
+        return None if factors is None else Adapter(*factors, experts.scalings[stack])
+
+    return one(experts.layout.up), one(experts.layout.down)
+
+
+def _refused(name: str, what: str) -> LegalityError:
+    return LegalityError(
+        "fusion-experts", what, where=name, next_action="reject this proposal, or choose its eager variant"
+    )

@@ -1,0 +1,92 @@
+"""A family's router module with the fused choice: logits in the model's own product, the rest in one operator.
+
+Under activation checkpointing only the choice comes from the operator, and the recomputation repeats it; the weights
+are then made from the chosen logits by plain differentiable operations, in both passes alike.
+Legend: T tokens, E experts, K chosen experts, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwright.kernels.registry import OPERATORS
+from shardwright.runtime.routing import Choices, active
+from shardwright.schemas.errors import LegalityError
+from shardwright.schemas.fusion import FusionDecision
+
+SCORINGS = ("softmax", "sigmoid")
+
+
+def fused_router(module: nn.Module, name: str, decision: FusionDecision) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """The forward of a router that returns (logits [T, E], weights [T, K], experts [T, K]).
+
+    Constants of the decision: ``k``, ``scoring``, ``renormalise``, ``scale``, and with groups ``groups``,
+    ``groups_kept``, ``group_score``; roles: ``weight`` and, where a bias picks, ``bias``. ``logits_dtype`` is
+    ``float32`` where the family multiplies in fp32, ``weights_dtype`` where it keeps fp32 weights.
+
+    Raises:
+        LegalityError: ``fusion-router`` where the plan does not say what the operator needs.
+    """
+    constants = decision.constants
+    if "k" not in constants or constants.get("scoring") not in SCORINGS:
+        raise LegalityError(
+            "fusion-router",
+            f"the plan names k = {constants.get('k')} and scoring {constants.get('scoring')!r}",
+            where=name,
+            next_action="reject this proposal",
+        )
+    op: Callable[..., Any] = OPERATORS["router"].load_op()
+    weight, bias = decision.roles.get("weight", "weight"), decision.roles.get("bias")
+    wide = constants.get("logits_dtype") == "float32"
+    wide_weights = wide or constants.get("weights_dtype") == "float32"
+    settings: dict[str, Any] = {
+        "k": int(constants["k"]),
+        "scoring": str(constants["scoring"]),
+        "groups": int(constants.get("groups", 1)),
+        "groups_kept": int(constants.get("groups_kept", 1)),
+        "group_score": str(constants.get("group_score", "top2")),
+        "renormalise": bool(constants.get("renormalise", True)),
+        "scale": float(constants.get("scale", "1")),
+    }
+
+    def forward(hidden_states: Tensor) -> tuple[Tensor, ...]:
+        flat, matrix = hidden_states.reshape(-1, hidden_states.shape[-1]), getattr(module, weight)
+        logits = F.linear(flat.float(), matrix.float()) if wide else F.linear(flat, matrix)
+        picks = getattr(module, bias) if bias else None
+        choices = active()
+        if choices is None:
+            routing = op(logits, picks, **settings)
+            weights, experts = routing.weights, routing.experts
+        else:
+            experts = _chosen(choices, lambda: op(logits.detach(), picks, **settings).experts)
+            weights = weights_of(logits, experts, settings["scoring"], settings["renormalise"], settings["scale"])
+        return logits, weights if wide_weights else weights.to(logits.dtype), experts
+
+    return forward
+
+
+def _chosen(choices: Choices, choose: Callable[[], Tensor]) -> Tensor:
+    if not choices.replay:
+        with torch.no_grad():
+            choices.made.append(choose())
+    return choices.next()
+
+
+def weights_of(logits: Tensor, experts: Tensor, scoring: str, renormalise: bool, scale: float) -> Tensor:
+    """[T, E] logits and [T, K] experts → [T, K] fp32 weights, differentiable in the logits.
+
+    A renormalised softmax over all experts is the softmax over the chosen ones.
+    """
+    picked = logits.float().gather(1, experts)
+    if scoring == "softmax":
+        scores = picked.softmax(-1) if renormalise else (picked - logits.float().logsumexp(-1, keepdim=True)).exp()
+        return scores * scale
+    scores = picked.sigmoid()
+    if renormalise:
+        scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    return scores * scale

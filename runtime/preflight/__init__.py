@@ -1,0 +1,1 @@
+"""Tests of the machines before a long run. Results go into the run record, never into a calibration."""

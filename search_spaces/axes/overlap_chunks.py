@@ -1,0 +1,19 @@
+"""Into how many chunks an overlapped exchange is cut; each chunk reads the experts' weights again."""
+
+from __future__ import annotations
+
+from shardwright.search_spaces.axes.base import Axis, Draws, among
+from shardwright.search_spaces.context import SearchContext
+
+
+def _choices(context: SearchContext, draws: Draws) -> tuple[int, ...]:
+    return (2, 4, 8) if draws["overlap"] == "chunked" else (1,)
+
+
+AXIS = Axis(
+    "overlap_chunks",
+    _choices,
+    lambda s: s.overlap_chunks,
+    among("chunks-need-overlap", "overlap_chunks", _choices),
+    refines=True,
+)

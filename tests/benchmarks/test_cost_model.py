@@ -1,0 +1,44 @@
+"""The cost benchmark reads measured lines and reports shares; without lines it reports nothing."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwright.schemas.bench import BenchLine
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+cost_model = importlib.import_module("cost_model")
+
+
+def line(case: str, **metrics: float) -> BenchLine:
+    return BenchLine(
+        bench="cost-points", case=case, device="x", versions={}, commit="x", date="2026-01-01", metrics=metrics
+    )
+
+
+def test_no_points_no_metrics(tmp_path: Path) -> None:
+    assert cost_model.own_points(tmp_path) == ([], [])
+    assert cost_model.own_metrics([]) == {}
+
+
+def test_shares_follow_from_the_errors(tmp_path: Path) -> None:
+    case = "qwen3-30b/attention/t4096/b1/full"
+    (tmp_path / "a.jsonl").write_text(line(case, peak_bytes=1.0).model_dump_json() + "\n")
+    ((_, report),), _ = cost_model.own_points(tmp_path)
+    peak = report.memory.peak_bytes
+    points = [
+        (line(case, peak_bytes=peak * factor, step_ms=report.time.step_ms * factor), report) for factor in (1, 1.1)
+    ]
+    found = cost_model.own_metrics(points)
+    assert found["cost/memory"]["share_within_3pct"] == 0.5
+    assert found["cost/memory"]["worst_under_pct"] == pytest.approx(100 * (1 - 1 / 1.1), abs=1e-3)
+    assert found["cost/time"]["mean_abs_pct"] == pytest.approx(100 * (1 - 1 / 1.1) / 2, abs=1e-3)
+
+
+def test_unknown_cases_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(line("other/attention/t1/b1/full", peak_bytes=1.0).model_dump_json() + "\n")
+    assert cost_model.own_points(tmp_path) == ([], ["other/attention/t1/b1/full"])

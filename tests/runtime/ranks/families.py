@@ -1,0 +1,110 @@
+"""Many families on one mesh: ``families.py JOBS.json`` holds (name, plan, checkpoint) triples.
+
+Eight sequences, one a micro-batch, so that one, two and four ranks accumulate differently. Loss, gradient norm and the
+gradient of every adapter against plain transformers with plain LoRA in one process, fp32.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardwright.runtime.device import open_device
+from shardwright.runtime.losses import summed_loss
+from shardwright.runtime.mesh import Ranks, open_mesh
+from shardwright.runtime.optimizer import AdapterOptimizer
+from shardwright.runtime.ownership import as_saved
+from shardwright.runtime.reference import add_plain_lora, load_plain
+from shardwright.runtime.session import build
+from shardwright.schemas.plan import AdaptationPlan, load_plan
+
+SEQUENCES, TOKENS = 8, 7
+IDS = torch.randint(3, 6, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(5))
+IDS[:4] = 3
+"""Few different tokens: some experts get most rows and some get none."""
+COUNTED = SEQUENCES * (TOKENS - 1)
+REFERENCES: dict[str, tuple[float, dict[str, torch.Tensor]]] = {}
+
+
+def values_of(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Random adapters: B is not zero, so A has a gradient too."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    return torch.randn(shape, generator=generator) * 0.2
+
+
+def reference(name: str, plan: AdaptationPlan, folder: Path, shapes: dict[str, Any]) -> tuple[float, Any]:
+    if name not in REFERENCES:
+        model, files = load_plain(folder, torch.float32, torch.device("cpu"))
+        whole = {adapter: values_of(adapter, shape) for adapter, shape in shapes.items()}
+        leaves = add_plain_lora(model, plan.decision.lora_targets, whole, files.config.text_model_type)
+        loss = sum(summed_loss(model, row) for row in IDS.split(1)) / COUNTED
+        loss.backward()
+        found = {adapter: leaf.grad for adapter, leaf in leaves.items()}
+        REFERENCES[name] = float(loss.detach()), found
+    return REFERENCES[name]
+
+
+def check(name: str, plan: AdaptationPlan, folder: Path, ranks: Ranks) -> str:
+    live = build(plan, folder, ranks, open_device("cpu", 0), None)
+    for adapter, owned in live.adapters.items():
+        owned.local().copy_(values_of(adapter, owned.shape)[tuple(slice(a, b) for a, b in owned.box)])
+    optimizer = AdapterOptimizer(live.adapters, plan.decision.recipe.optimizer, ranks)
+    share = SEQUENCES // ranks.world
+    total = torch.zeros(())
+    with live.meter.record():
+        for row in IDS[ranks.rank * share : (ranks.rank + 1) * share].split(1):
+            loss = summed_loss(live.model, row) / COUNTED
+            loss.backward()
+            total += loss.detach()
+    dist.all_reduce(total)
+    loads = live.meter.finish_step()
+    shapes = {adapter: owned.shape for adapter, owned in live.adapters.items()}
+    plain_loss, plain = reference(name, plan, folder, shapes)
+    assert abs(float(total) - plain_loss) < 1e-5, (name, float(total), plain_loss)
+    squares, worst, experts = 0.0, 0.0, 0
+    for adapter, owned in live.adapters.items():
+        mine = owned.local_grad()
+        assert mine is not None, (name, adapter)
+        placed = as_saved(owned, mine, ranks)
+        ours = placed.full_tensor() if isinstance(placed, DTensor) else placed
+        theirs = torch.zeros(owned.shape) if plain[adapter] is None else plain[adapter]
+        error = float((ours - theirs).abs().max())
+        assert error < 1e-5, (name, adapter, error)
+        worst = max(worst, error)
+        squares += float(theirs.double().square().sum())
+        experts += owned.expert
+        if owned.expert:
+            assert float(theirs.abs().max()) > 1e-6, (name, adapter)
+            idle = loads[adapter.rpartition(".")[0]] == 0
+            assert not bool(ours[idle].any()), (name, adapter)
+    norm = optimizer.global_norm(optimizer.gradients())
+    assert abs(norm - squares**0.5) < 1e-5, (name, norm, squares**0.5)
+    assert experts and loads, name
+    uneven = any(int(rows.max()) > 2 * float(rows.float().mean()) for rows in loads.values())
+    empty = sum(int((rows == 0).sum()) for rows in loads.values())
+    return f"{name}: worst {worst:.1e} norm {norm:.5f} uneven {int(uneven)} empty {empty}"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for name, plan_path, folder in json.loads(Path(sys.argv[1]).read_text()):
+        plan = load_plan(Path(plan_path))
+        ranks = open_mesh(plan.decision.strategy.mesh, open_device("cpu", 0))
+        line = check(name, plan, Path(folder), ranks)
+        if ranks.rank == 0:
+            sys.stdout.write(f"{plan.decision.strategy.mesh.text()} {line}\n")
+            sys.stdout.flush()
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

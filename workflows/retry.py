@@ -1,0 +1,44 @@
+"""Trying a node again where its cause may pass by itself: a network or file system that stumbles, nothing else."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+ATTEMPTS = 3
+FIRST_WAIT_S = 0.5
+"""Doubled before each further attempt."""
+PASSING = frozenset(
+    {errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ENETUNREACH, errno.ESTALE, errno.ETIMEDOUT}
+)
+"""System errors that network file systems give and take back."""
+
+
+def passing(error: BaseException) -> bool:
+    """Whether the same call may succeed a moment later."""
+    if isinstance(error, (ConnectionError, TimeoutError)):
+        return True
+    return isinstance(error, OSError) and error.errno in PASSING
+
+
+def tried_again(work: Callable[[], T], tell: Callable[[str], None], sleep: Callable[[float], None] = time.sleep) -> T:
+    """Do the work, at most three times.
+
+    Args:
+        tell: told each cause that passed, with the wait before the next attempt.
+    """
+    wait = FIRST_WAIT_S
+    for attempt in range(1, ATTEMPTS):
+        try:
+            return work()
+        except OSError as error:
+            if not passing(error):
+                raise
+            tell(f"{type(error).__name__}: {error}; attempt {attempt} of {ATTEMPTS}, again in {wait:g} s")
+        sleep(wait)
+        wait *= 2
+    return work()
