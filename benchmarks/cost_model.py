@@ -10,7 +10,6 @@ whose ``case`` is ``MODEL/TARGETS/tTOKENS/bBATCH/CHECKPOINTING`` and whose metri
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import sys
 from collections.abc import Callable
@@ -23,16 +22,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import models
 from lines import RESULTS, ROOT, append, line, versions
+from points_shapes import Point, read_case
 from render import read_lines
 
 from shardwright.schemas.bench import BenchLine
+from shardwright.schemas.cluster import Calibration
 from shardwright.schemas.cost import CostReport
 from shardwright.schemas.files import write_atomic
 from shardwright.schemas.profile import CheckpointProfile
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
+from shardwright.search_spaces.calibration import load_calibration
 from shardwright.search_spaces.catalogue import load_cluster
-from shardwright.search_spaces.cost import evaluate, workload
+from shardwright.search_spaces.cost import estimate, evaluate, workload
 from shardwright.search_spaces.cost.full_training import Layout, stage_bytes
+from shardwright.search_spaces.cost.fusion import FusedProviders
 from shardwright.search_spaces.cost.plans import Array, Plans, plans_of
 
 GIB = 2**30
@@ -104,7 +107,8 @@ def lora_report(
     plans = plans_of([strategy], model)
     if replicated:
         plans = ReplicatedOverExperts(**{name: getattr(plans, name) for name in plans.__dataclass_fields__})
-    return evaluate(workload(model, recipe, targets), load_cluster(cluster), plans).report(0)
+    library = FusedProviders({"kda": ("library", ())})
+    return evaluate(workload(model, recipe, targets), load_cluster(cluster), plans, library).report(0)
 
 
 def published_lora() -> list[Row]:
@@ -166,27 +170,79 @@ def transformers_peft() -> tuple[list[Row], list[Row]]:
     return peaks, times
 
 
-CASE = re.compile(r"^(?P<model>[\w.-]+)/(?P<targets>[\w+]+)/t(?P<tokens>\d+)/b(?P<batch>\d+)/(?P<how>none|full)$")
+def predict(point: Point, calibration: Calibration | None = None) -> CostReport:
+    """What the product itself would predict for a measured point: same profile, targets, fusions and plan."""
+    from points_model import described
+
+    what = described(point)
+    strategy = ParallelStrategy(
+        mesh=Mesh(),
+        micro_batch_sequences=point.batch,
+        checkpointing=point.how,  # type: ignore[arg-type]
+    )
+    cluster = load_cluster("h200-1")
+    return estimate(what.profile, what.recipe, cluster, strategy, what.targets, what.fusions, calibration)
+
+
+def calibration_of(folder: Path = RESULTS) -> Calibration | None:
+    """The newest calibration of an H200 among the results; ``None`` without one."""
+    found = sorted(folder.glob("calibration-nvidia-h200*.json"))
+    return load_calibration(found[-1]) if found else None
+
+
+WHOLE_STEPS = {
+    "train-step/qwen3-30b-experts": "qwen3-30b-48layers/attention+experts/t4096/b4/full/fused",
+    "train-step/qwen3-30b-attention": "qwen3-30b-48layers/attention/t4096/b4/full/fused",
+}
+"""Whole models that ``train_step.py`` measured, as points; both are far from the cut ones in size."""
+
+
+def as_point(measured: BenchLine) -> BenchLine | None:
+    """A ``cost-points`` line as it is, a whole training step as a point, ``None`` for anything else."""
+    if measured.bench == "cost-points":
+        return measured
+    case = WHOLE_STEPS.get(measured.case)
+    if measured.bench != "train-step" or case is None or measured.peak_bytes is None:
+        return None
+    kept = {key: value for key, value in measured.metrics.items() if key == "weights_bytes"}
+    metrics = {**kept, "peak_bytes": float(measured.peak_bytes), "step_ms": 1e3 * measured.metrics["step_s"]}
+    return measured.model_copy(update={"bench": "cost-points", "case": case, "metrics": metrics})
 
 
 def own_points(folder: Path = RESULTS) -> tuple[list[tuple[BenchLine, CostReport]], list[str]]:
-    """(measured line, prediction) for every ``cost-points`` line, and the cases that name nothing known."""
+    """(newest measured line of a case, prediction) for the ``cost-points`` lines, and the cases that name nothing."""
+    lines: dict[str, BenchLine] = {}
+    for found_line in read_lines(folder):
+        measured = as_point(found_line)
+        if measured is not None:
+            kept = lines.get(measured.case)
+            lines[measured.case] = measured if kept is None or measured.date >= kept.date else kept
+    calibration = calibration_of(folder)
     found, unknown = [], []
-    for measured in read_lines(folder):
-        if measured.bench != "cost-points":
-            continue
-        match = CASE.match(measured.case)
-        if not match or match["model"] not in MODELS:
-            unknown.append(measured.case)
-            continue
-        batch = int(match["batch"])
-        strategy = ParallelStrategy(mesh=Mesh(), micro_batch_sequences=batch, checkpointing=match["how"])  # type: ignore[arg-type]
-        report = lora_report(
-            MODELS[match["model"]](), "h200-1", strategy, batch=batch, tokens=int(match["tokens"]), replicated=False,
-            targets=tuple(match["targets"].split("+")),
-        )  # fmt: skip
-        found.append((measured, report))
+    for case, measured in lines.items():
+        point = read_case(case)
+        if point is None:
+            unknown.append(case)
+        else:
+            found.append((measured, predict(point, calibration)))
     return found, unknown
+
+
+def static_bytes(report: CostReport) -> int:
+    """What a rank holds before the first step: base, adapters and buffers."""
+    names = ("frozen_base", "adapter_parameters", "buffers")
+    return sum(one.bytes for one in report.memory.components if one.name in names)
+
+
+def own_rows(points: list[tuple[BenchLine, CostReport]]) -> tuple[list[Row], list[Row]]:
+    """Peaks and step times, case by case."""
+    peaks, times = [], []
+    for measured, report in points:
+        have, what = measured.metrics, f"{measured.device}, {measured.date}"
+        peaks.append(Row(measured.case, report.memory.peak_bytes / GIB, have["peak_bytes"] / GIB, "GiB", what))
+        if "step_ms" in have:
+            times.append(Row(measured.case, report.time.step_ms, have["step_ms"], "ms", report.time.bound_by))
+    return peaks, times
 
 
 def own_metrics(points: list[tuple[BenchLine, CostReport]]) -> dict[str, dict[str, float]]:
@@ -196,12 +252,13 @@ def own_metrics(points: list[tuple[BenchLine, CostReport]]) -> dict[str, dict[st
     peaks, dynamics, reserved, times = [], [], [], []
     for measured, report in points:
         have = measured.metrics
-        weights = next(c.bytes for c in report.memory.components if c.name == "frozen_base")
+        weights = static_bytes(report)
         peaks.append(100 * (report.memory.peak_bytes / have["peak_bytes"] - 1))
         ours, theirs = report.memory.peak_bytes - weights, have["peak_bytes"] - have.get("weights_bytes", weights)
         dynamics.append(100 * (ours / theirs - 1))
         if "reserved_bytes" in have:
-            reserved.append(100 * (report.memory.reserved_bytes / have["reserved_bytes"] - 1))
+            seen = have["reserved_bytes"] + have.get("context_bytes", 0.0)
+            reserved.append(100 * (report.memory.reserved_bytes / seen - 1))
         if "step_ms" in have:
             times.append(100 * (report.time.step_ms / have["step_ms"] - 1))
 
@@ -244,6 +301,10 @@ def page() -> tuple[str, list[dict[str, Any]]]:
     text += ["### Published rows that are not predicted", ""]
     text += [f"- {case}: {reason}." for case, reason in NOT_PREDICTED] + [""]
     metrics = own_metrics(points)
+    if points:
+        measured_peaks, measured_times = own_rows(points)
+        text += table("Our own runs, peak", measured_peaks)
+        text += table("Our own runs, step time (last column: what bounds the prediction)", measured_times)
     if metrics:
         text += ["### Our own runs", "", "| Case | Metric | Value |", "| --- | --- | --- |"]
         text += [

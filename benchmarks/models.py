@@ -34,7 +34,7 @@ class Block:
 
 
 def profile(
-    name: str, shape: ModelShape, blocks: tuple[Block, ...], outside: int, packed: str = "plain"
+    name: str, shape: ModelShape, blocks: tuple[Block, ...], outside: int, packed: str = "plain", known: bool = True
 ) -> CheckpointProfile:
     """A profile from counted blocks. ``outside``: embedding, head and final norm."""
     routed = sum(block.experts * len(block.layers) for block in blocks)
@@ -60,7 +60,7 @@ def profile(
     return CheckpointProfile(
         model_type=name,
         architecture=name,
-        transformers_class=True,
+        transformers_class=known,
         tensors=1,
         files=1,
         stored_bytes=stored,
@@ -96,7 +96,7 @@ def kimi_k3(packed: str = "plain") -> CheckpointProfile:
         Block("linear", "moe", linear, kda + moe + norms, 29_595_009_024),
         Block("mla", "moe", full, mla + moe + norms, 29_595_009_024),
     )
-    return profile("kimi_k3", shape, blocks, 2 * 1_174_405_120 + 3 * 7168, packed)
+    return profile("kimi_k3", shape, blocks, 2 * 1_174_405_120 + 3 * 7168, packed, known=False)
 
 
 def targets_for(

@@ -24,7 +24,7 @@ import torch
 from lines import append, line
 from torch import Tensor
 from train_step_cases import CASES, SELF_TEST, Case
-from train_step_ours import FUSIONS, Ours, build_ours, copy_base
+from train_step_ours import FUSIONS, WITHOUT, Ours, build_ours, copy_base
 from train_step_rival import build_rival
 
 WARMUP = 2
@@ -152,7 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen, check = [CASES[name] for name in names], options.check
     for case in chosen:
         cut = case.with_layers(options.layers) if options.layers else case
-        found = line(run_case(cut, fusions, options.steps, check))
+        used = tuple(name for name in fusions if name not in WITHOUT[cut.config_class])
+        found = line(run_case(cut, used, options.steps, check))
         sys.stdout.write(found.model_dump_json() + "\n")
         sys.stdout.flush()
         if options.append and not options.self_test:

@@ -31,8 +31,10 @@ from shardwright.schemas.fusion import FusionDecision
 from shardwright.schemas.recipe import LoraSpec, OptimizerSpec
 from shardwright.schemas.strategy import Mesh
 
-FUSIONS = ("moe_layer", "router", "rms_norm", "add_rms_norm", "linear_cross_entropy")
+FUSIONS = ("moe_layer", "router", "rms_norm", "add_rms_norm", "qk_norm_rope", "kda", "linear_cross_entropy")
 """Operators that a case may use; ``grouped_lora_mlp`` takes the place of ``moe_layer`` where it is named instead."""
+WITHOUT = {"Qwen3MoeConfig": ("kda",), "KimiLinearConfig": ("router", "qk_norm_rope")}
+"""Operators that a family has no place for."""
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Ours:
     model: nn.Module
     optimizer: AdapterOptimizer
     meter: LoadMeter
+    device: Device
     trainable: int
     fused_modules: int
 
@@ -52,7 +55,7 @@ class Ours:
     def step(self, ids: Tensor) -> float:
         """Forward, backward, one norm, clip, AdamW: what a run does for each step."""
         self.optimizer.clear()
-        with self.meter.record():
+        with self.meter.record(), self.device.attention():
             loss = self.loss(ids)
             loss.backward()
         self.meter.finish_step()
@@ -93,7 +96,7 @@ def build_ours(case: Case, fusions: tuple[str, ...]) -> Ours:
     adapters = {name: one for name, one in owned.items() if one.adapter}
     optimizer = AdapterOptimizer(adapters, OptimizerSpec(), ranks)
     trainable = sum(one.parameter.numel() for one in adapters.values())
-    return Ours(model, optimizer, meter, trainable, len(switches))
+    return Ours(model, optimizer, meter, device, trainable, len(switches))
 
 
 @torch.no_grad()
@@ -134,6 +137,8 @@ def decisions_for(model: nn.Module, fusions: tuple[str, ...]) -> tuple[FusionDec
         "router": _router(model),
         "rms_norm": _norms(model),
         "add_rms_norm": _layers(model),
+        "qk_norm_rope": _attention(model),
+        "kda": _kda(model),
         "linear_cross_entropy": _decision("linear_cross_entropy", ("lm_head",), {"weight": "weight"}, {}),
     }
     chosen = [made[name] for name in fusions]
@@ -171,7 +176,11 @@ def _norms(model: nn.Module) -> FusionDecision | None:
     found = {
         name: module for name, module in model.named_modules() if type(module).__name__.endswith("RMSNorm") and name
     }
-    plain = {name: module for name, module in found.items() if "Gated" not in type(module).__name__}
+    plain = {
+        name: module
+        for name, module in found.items()
+        if "Gated" not in type(module).__name__ and name.rsplit(".", 1)[-1] not in ("q_norm", "k_norm")
+    }
     if not plain:
         return None
     eps = _epsilon(next(iter(plain.values())))
@@ -206,6 +215,18 @@ def _layers(model: nn.Module) -> FusionDecision | None:
     first: Any = next(iter(names.values()))
     eps = _epsilon(first.post_attention_layernorm)
     return _decision("add_rms_norm", tuple(names), roles, {"eps": eps})
+
+
+def _attention(model: nn.Module) -> FusionDecision | None:
+    """Attentions with a norm on each head."""
+    found = {name: module for name, module in model.named_modules() if hasattr(module, "q_norm")}
+    norms: list[Any] = [module.q_norm for module in found.values()]
+    return _decision("qk_norm_rope", tuple(found), {}, {"eps": _epsilon(norms[0])}) if norms else None
+
+
+def _kda(model: nn.Module) -> FusionDecision | None:
+    names = tuple(name for name, module in model.named_modules() if type(module).__name__ == "KimiLinearDeltaAttention")
+    return _decision("kda", names, {}, {}) if names else None
 
 
 def _epsilon(norm: Any) -> str:

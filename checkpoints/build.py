@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwright.checkpoints.buffers import rebuild_buffers
 from shardwright.checkpoints.config import ModelConfig, inert_config, read_config
+from shardwright.checkpoints.models.registry import OWN_MODELS
 from shardwright.schemas.errors import CheckpointError
 
 __all__ = [
@@ -78,6 +79,8 @@ def model_class_for(config: ModelConfig) -> Any:
     import transformers
     from transformers.models.auto import configuration_auto, modeling_auto
 
+    if config.model_type in OWN_MODELS:
+        return OWN_MODELS[config.model_type].model_class()
     if config.model_type in configuration_auto.CONFIG_MAPPING_NAMES:
         tables = (
             modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -117,6 +120,10 @@ def transformers_config(config: ModelConfig) -> Any:
     model_class_for(config)
     for size in ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads"):
         config.count(size)
+    if own := OWN_MODELS.get(config.model_type):
+        document = config.raw.get(own.nested) if own.nested else config.raw
+        inert = inert_config(document if isinstance(document, dict) else {}, frozenset())
+        return own.config_class()(**{name: value for name, value in inert.items() if name != "model_type"})
     config_class = CONFIG_MAPPING[config.model_type]
     try:
         return config_class(**inert_config(config.raw, _declared(config_class)))

@@ -42,7 +42,7 @@ _STANDARD_FAMILIES = """
 afmoe axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_ocr2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4
 diffusion_gemma dots1 dots3_note ernie4_5_moe ernie4_5_vl_moe exaone_moe flex_olmo flint gemma4 glm4_moe
 glm4_moe_lite glm4v_moe glm5_next glm_moe_dsa granitemoe granitemoe_swa granitemoehybrid granitemoeshared
-hunyuan_v1_moe hy_v3 hy_v4 hy_v4_vl inkling inkling2 inkling2_loop jamba kimi_k25 kimi_linear kolibri1 laguna
+hunyuan_v1_moe hy_v3 hy_v4 hy_v4_vl inkling inkling2 inkling2_loop jamba kimi_k25 kimi_k3 kimi_linear kolibri1 laguna
 lara_mini lfm2_moe longcat_flash mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl mistral4 mistral_large4
 mixtral muse_spark olmoe phimoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl_moe qwen4_exp
 sarvam_mla sarvam_moe solar_open step3p7 unlimited_ocr zaya

@@ -192,7 +192,8 @@ def bench_case(suite: OpSuite, case: BenchCase, name: str, where: Where) -> tupl
     functions: dict[str, Function] = {"ours": suite.fused, **{who: make() for who, make in suite.rivals.items()}}
     times, busy, peak, refused = bench_pass(suite, case, name, functions)
     dtype = str(case.dtype).rpartition(".")[2]
-    cost = suite.cost(**case.shape, dtype=dtype, weight_gradient=name in ("bwd", "fwd+bwd"))
+    counted = suite.forward_cost if name == "fwd" and suite.forward_cost is not None else suite.cost
+    cost = counted(**case.shape, dtype=dtype, weight_gradient=name in ("bwd", "fwd+bwd"))
     ceilings = Ceilings.of(where, dtype)
     floor, stated = floor_of(cost, name, ceilings)
     rival = min((who for who in times if who != "ours"), key=lambda who: times[who], default=None)
@@ -200,6 +201,7 @@ def bench_case(suite: OpSuite, case: BenchCase, name: str, where: Where) -> tupl
     metrics |= {f"{who}_device_ms": round(ms, 5) for who, ms in busy.items()}
     metrics |= stated | {"copy_tb_per_s": round(where.copy_bytes_per_s / 1e12, 3)}
     metrics |= {"floor_fraction": round(floor / times["ours"], 4)}
+    metrics |= {"tflop_per_s": round(floor_parts(cost, name)[1] / times["ours"] / 1e9, 1)}
     metrics["launches"] = float(launches(timed_pass(suite, case, suite.fused, name)))
     metrics |= extra_metrics(suite, case, name)
     sha = source_sha256(suite.op)

@@ -106,6 +106,8 @@ class OpSuite:
     far_rows: Shape | None = None
     """Declares the operator row-wise: inputs whose first dim is T, and all outputs, hold one row each, and no
     row depends on another. The shape has a tensor of more than 2³¹ values, for the 64-bit address check."""
+    forward_cost: Callable[..., OpCost] | None = None
+    """Cost of a forward that wants no gradient, where ``cost`` counts gradients that the forward makes."""
     index_slack: int = 0
     """Most entries of an integer output that may differ from fp64's beyond eager's (scores within one fp32 step)."""
     extras: Callable[[BenchCase, str], Mapping[str, Run]] | None = None

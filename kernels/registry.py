@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardwright.kernels.cases import OpSuite
 
 ROOM = Path(__file__).parent
-SHARED_SOURCES = ("device.py", "dispatch.py", "guards.py", "launch.py")
+SHARED_SOURCES = ("admitted.py", "bound.py", "device.py", "dispatch.py", "guards.py", "launch.py")
 """Sources that every operator runs through."""
 
 
@@ -108,7 +108,6 @@ OPERATORS: dict[str, OperatorEntry] = {
         more_suites=("qk_norm_rope.cases:PAIRS_SUITE", "qk_norm_rope.cases:MLA_SUITE"),
         dimensions=("T", "Q", "K", "D", "W"),
         borrowed=(
-            "gated_rms_norm/admitted.py",
             "gated_rms_norm/contract.py",
             "gated_rms_norm/rows.py",
             "rms_norm",
@@ -171,6 +170,48 @@ OPERATORS: dict[str, OperatorEntry] = {
         more_suites=("packed_experts.cases:LORA_SUITE",),
         dimensions=("R", "E", "H", "I"),
         borrowed=("grouped_lora_mlp", "permute", "tuned.py"),
+    ),
+    "dsa_attention": OperatorEntry(
+        name="dsa_attention",
+        folder="dsa/attention",
+        op_path="dsa.attention.op:dsa_attention",
+        cost_path="dsa.attention.cost:cost",
+        suite_path="dsa.attention.cases:SUITE",
+        more_suites=(
+            "dsa.attention.cases:BACKWARD_SUITE",
+            "dsa.attention.cases:GATED_SUITE",
+            "dsa.attention.cases:GROUPED_SUITE",
+        ),
+        dimensions=("T", "H", "S", "K", "V"),
+    ),
+    "dsa_indexer": OperatorEntry(
+        name="dsa_indexer",
+        folder="dsa/indexer",
+        op_path="dsa.indexer.op:dsa_indexer",
+        cost_path="dsa.indexer.cost:cost",
+        suite_path="dsa.indexer.cases:SUITE",
+        more_suites=("dsa.indexer.cases:SCORES_SUITE", "dsa.indexer.cases:LAYER_SUITE"),
+        dimensions=("T", "N", "D", "K"),
+    ),
+    "dsa_kl": OperatorEntry(
+        name="dsa_kl",
+        folder="dsa/kl",
+        op_path="dsa.kl.op:dsa_kl",
+        cost_path="dsa.kl.cost:cost",
+        suite_path="dsa.kl.cases:SUITE",
+        more_suites=("dsa.kl.cases:DENSE_SUITE",),
+        dimensions=("T", "N", "D", "K", "H", "M"),
+        borrowed=("dsa/indexer",),
+    ),
+    "kda": OperatorEntry(
+        name="kda",
+        folder="kda",
+        op_path="kda.op:kda",
+        cost_path="kda.cost:cost",
+        suite_path="kda.cases:SUITE",
+        more_suites=("kda.cases:SOFTPLUS_SUITE",),
+        dimensions=("T", "H", "K", "V"),
+        borrowed=("rms_norm/contract.py",),
     ),
 }
 

@@ -1,8 +1,9 @@
 """Verify, then time, all operators on this machine's device, from source.
 
-``PYTHONPATH=src python3 -m shardwright.kernels.suite [--ops OP ...] [--cases PREFIX ...] [--out DIR]
-[--evidence FILE] [--verify-only | --bench-only]`` needs torch, triton and pydantic; exits 1 where anything is
-wrong, and then times nothing. Result lines are written as they are measured.
+``PYTHONPATH=src python3 -m shardwright.kernels.suite [--ops OP ...] [--cases PREFIX ...] [--jobs N] [--out DIR]
+[--evidence FILE] [--verify-only | --bench-only]`` needs torch, triton and pydantic. Operators are verified in N
+processes, then timed in one alone. Those with anything wrong are not timed, and the exit code is 1. Result lines
+are written as they are measured.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 
 from shardwright.kernels.bench import bench_all
 from shardwright.kernels.registry import OPERATORS
-from shardwright.kernels.verify import VerifyResult, suites_of, verify_suite
+from shardwright.kernels.verify import VerifyResult
+from shardwright.kernels.verify_jobs import default_jobs, verify_in_jobs
 from shardwright.schemas.bench import BenchLine
 from shardwright.schemas.errors import ShardwrightError
 
@@ -77,15 +79,20 @@ def progress(line: BenchLine) -> None:
     sys.stderr.flush()
 
 
-def verified(ops: Sequence[str] | None, device: str) -> bool:
-    """Verify suite after suite, printing each; whether everything is right."""
-    right = True
-    for suite in suites_of(ops):
-        results = verify_suite(suite, device)
-        sys.stdout.write(verify_table(results))
-        sys.stdout.flush()
-        right = right and all(result.ok for result in results)
-    return right
+def say(text: str) -> None:
+    """One line of progress to the error stream."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def verified(ops: Sequence[str] | None, device: str, jobs: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Verify operators and print one table; those that are right, and those with anything wrong."""
+    found = verify_in_jobs(ops, device, jobs, say)
+    sys.stdout.write(verify_table([result for results in found.values() for result in results]))
+    sys.stdout.flush()
+    names = tuple(dict.fromkeys(part.op for part in found))
+    wrong = {result.op for results in found.values() for result in results if not result.ok}
+    return tuple(name for name in names if name not in wrong), tuple(name for name in names if name in wrong)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,15 +102,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--evidence", type=Path, default=None)
+    parser.add_argument("--jobs", type=int, default=None, help="processes that verify; all cores on a GPU machine")
     parser.add_argument("--verify-only", action="store_true")
     parser.add_argument("--bench-only", action="store_true", help="time what was verified before")
     chosen = parser.parse_args(arguments)
+    jobs = default_jobs(chosen.device) if chosen.jobs is None else chosen.jobs
     try:
-        if not chosen.bench_only and not verified(chosen.ops, chosen.device):
-            return 1
-        if not chosen.verify_only:
-            lines = bench_all(chosen.ops, chosen.out, chosen.evidence, cases=chosen.cases, report=progress)
+        right, wrong = (chosen.ops, ()) if chosen.bench_only else verified(chosen.ops, chosen.device, jobs)
+        if not chosen.verify_only and right != ():
+            lines = bench_all(right, chosen.out, chosen.evidence, cases=chosen.cases, report=progress)
             sys.stdout.write(bench_table(lines))
+        if wrong:
+            say(f"wrong, and not timed: {', '.join(wrong)}")
+            return 1
     except ShardwrightError as error:
         sys.stderr.write(error.text() + "\n")
         return int(error.exit_code)

@@ -37,6 +37,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from pydantic import ValidationError
 
+from shardwright.kernels.admitted import apart
 from shardwright.kernels.evidence import shape_bucket
 from shardwright.schemas.errors import KernelError
 from shardwright.schemas.tuned import TunedFile
@@ -191,7 +192,8 @@ def override(op: str, kernel: str, choice: Any) -> Iterator[None]:
     before = _overrides.get((op, kernel))
     _overrides[op, kernel] = choice
     try:
-        yield
+        with apart():
+            yield
     finally:
         if before is None:
             del _overrides[op, kernel]
@@ -205,7 +207,8 @@ def on(name: str | None) -> Iterator[None]:
     _forced.append(name)
     _answers.clear()
     try:
-        yield
+        with apart():
+            yield
     finally:
         _forced.pop()
         _answers.clear()

@@ -14,36 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.runtime.experts.balance import LoadMeter
 from shardwright.runtime.routing import Choices, choosing
+from shardwright.runtime.segments import Bounds, segments
+from shardwright.runtime.segments import active as active_segments
 
-CHOOSERS = frozenset({torch.topk, Tensor.topk})
-
-
-class _Routing(TorchFunctionMode):
-    """Turns every ``topk`` into a choice and a differentiable look-up of the chosen scores.
-
-    The first pass makes the choices and remembers them in order; a replay takes them as they were. Both passes record
-    the same graph, which the checkpoint requires.
-    """
-
-    def __init__(self, choices: Choices) -> None:
-        super().__init__()
-        self.choices = choices
-
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in CHOOSERS:
-            return func(*args, **kwargs)
-        call = _Call(*args, **kwargs)
-        if not self.choices.replay:
-            with torch.no_grad():
-                self.choices.made.append(func(*args, **kwargs).indices)
-        indices = self.choices.next()
-        return torch.return_types.topk((call.input.gather(call.dim, indices), indices))
+LIBRARY_TOPK: Callable[..., Any] = torch.topk
 
 
 @dataclass(frozen=True)
@@ -55,6 +33,44 @@ class _Call:
     dim: int = -1
     largest: bool = True
     sorted: bool = True
+
+
+def _topk_of(choices: Choices) -> Callable[..., Any]:
+    """``topk`` as a choice and a differentiable look-up of the chosen scores.
+
+    The first pass makes the choices and remembers them in order; a replay takes them as they were. Both passes record
+    the same graph, which the checkpoint requires.
+    """
+
+    def topk(*args: Any, **kwargs: Any) -> Any:
+        call = _Call(*args, **kwargs)
+        if not choices.replay:
+            with torch.no_grad():
+                choices.made.append(LIBRARY_TOPK(*args, **kwargs).indices)
+        indices = choices.next()
+        return torch.return_types.topk((call.input.gather(call.dim, indices), indices))
+
+    return topk
+
+
+@contextmanager
+def _topk(replacement: Callable[..., Any]) -> Iterator[None]:
+    """Inside the block ``torch.topk`` and ``Tensor.topk`` are another function.
+
+    A ``TorchFunctionMode`` would do the same and slow every other call down: under one, each access to a tensor's
+    shape or dtype goes through Python, about a thousand of them in a layer.
+    """
+    before = torch.topk, Tensor.__dict__.get("topk")
+    torch.topk = replacement
+    Tensor.topk = replacement  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.topk = before[0]
+        if before[1] is None:
+            del Tensor.topk
+        else:
+            Tensor.topk = before[1]  # type: ignore[method-assign]
 
 
 class CheckpointedForward:
@@ -71,18 +87,18 @@ class CheckpointedForward:
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         choices = Choices()
-        return _pass(choices), self._again(choices)
+        return _pass(choices), self._again(choices, active_segments())
 
     @contextmanager
-    def _again(self, choices: Choices) -> Iterator[None]:
-        with self.meter.record(False), _pass(choices.again()):
+    def _again(self, choices: Choices, bounds: Bounds | None) -> Iterator[None]:
+        with self.meter.record(False), segments(bounds), _pass(choices.again()):
             yield
 
 
 @contextmanager
 def _pass(choices: Choices) -> Iterator[None]:
     """One pass of a layer: every ``topk`` and every fused router keeps or repeats its choice."""
-    with choosing(choices), _Routing(choices):
+    with choosing(choices), _topk(_topk_of(choices)):
         yield
 
 

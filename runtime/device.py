@@ -7,16 +7,26 @@ import gc
 import os
 import resource
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwright.schemas.errors import ClusterError
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 """Writing 5 there makes Linux count the peak resident set anew."""
+HOPPER = (9, 0)
+HOPPER_ATTENTION = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""Order in which attention is tried from this compute capability on."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,15 @@ class Device:
             trim(0)
         if CLEAR_REFS.exists():
             CLEAR_REFS.write_text("5")
+
+    def attention(self) -> AbstractContextManager[None]:
+        """Inside it torch's attention takes this device's fastest kernel that fits: on Hopper cuDNN's before Flash's.
+
+        The backward of a layer that is computed again runs attention once more, so it belongs inside too.
+        """
+        if self.kind != "cuda" or torch.cuda.get_device_capability(self.torch_device) < HOPPER:
+            return nullcontext()
+        return sdpa_kernel(HOPPER_ATTENTION, set_priority=True)
 
     def manual_seed(self, seed: int) -> None:
         """Seed the default generators of host and device."""

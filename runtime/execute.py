@@ -79,7 +79,8 @@ def finished(plan: AdaptationPlan, run_dir: Path) -> bool:
         return False
     kept = record.read(run_dir)
     found = state.latest(run_dir, plan.hashes)
-    complete = found is not None and found[0] == plan.decision.recipe.schedule.steps
+    wanted = plan.decision.recipe.schedule.steps if kept.stopped_at_step is None else kept.stopped_at_step
+    complete = found is not None and found[0] == wanted
     return complete and kept.decision_sha256 == plan.hashes.decision and kept.status in ("trained", "exported")
 
 
@@ -214,11 +215,12 @@ class _Run:
             if due := watch.checks(metric.step):
                 self._checked(due)
 
-        trainer.run(done + 1, on_gradient, on_step, self._evaluated)
+        losses = on_first_rank(lambda: [one.loss for one in self.evaluations])
+        stopped = trainer.run(done + 1, on_gradient, on_step, self._evaluated, losses)
         if guard is not None:
             self._checked(guard.at_end())
         probe.save_reference_logits(trainer)
-        self._finish(live)
+        self._finish(live, stopped)
 
     def _trainer(self, live: Live) -> Trainer:
         batch, strategy, data = self.recipe.batch, self.plan.decision.strategy, self.recipe.data
@@ -280,10 +282,12 @@ class _Run:
             for note in notes:
                 say(f"warning: {note}")
 
-    def _finish(self, live: Live) -> None:
+    def _finish(self, live: Live, stopped: int | None) -> None:
+        if stopped is not None and self.first:
+            say(f"stopped at step {stopped}: the held-out loss no longer falls")
         total = live.meter.total
         loads = tuple(ExpertLoad(layer=layer, tokens=tuple(count.tolist())) for layer, count in total.items())
-        self._note(status="trained", expert_loads=loads)
+        self._note(status="trained", expert_loads=loads, stopped_at_step=stopped)
         if self.ranks.world > 1:
             dist.barrier()
 

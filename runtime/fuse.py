@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.kernels.registry import OPERATORS, source_sha256
-from shardwright.runtime.experts.fused import received_rows, whole_layer
+from shardwright.runtime.experts.fused import packed_rows, received_rows, whole_layer
+from shardwright.runtime.fused_attention import fused_attention
+from shardwright.runtime.fused_kda import fused_kda
 from shardwright.runtime.fused_loss import loss_head
 from shardwright.runtime.fused_router import fused_router
 from shardwright.runtime.losses import FUSED_LOSS
@@ -54,7 +56,7 @@ def install_fusions(model: nn.Module, decisions: tuple[FusionDecision, ...]) -> 
     Raises:
         StalePlanError: ``kernel-source`` when an operator is not the one that was approved.
         LegalityError: ``fusion-module``, ``fusion-provider``, ``fusion-layer``, ``fusion-experts``,
-            ``fusion-router``, ``fusion-loss``.
+            ``fusion-router``, ``fusion-attention``, ``fusion-kda``, ``fusion-loss``.
     """
     switches = []
     for decision in decisions:
@@ -181,7 +183,10 @@ OPERATOR_FORWARDS: dict[str, Maker] = {
     "add_rms_norm": _add_rms_norm,
     "moe_layer": whole_layer,
     "grouped_lora_mlp": received_rows,
+    "packed_experts": packed_rows,
     "router": fused_router,
+    "qk_norm_rope": fused_attention,
+    "kda": fused_kda,
     "linear_cross_entropy": loss_head,
 }
 """Operator → how its forward is made for one module."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwright.runtime.batch import IGNORE, MicroBatch, as_batch
+from shardwright.runtime.segments import bounds_of, recurrent_layers, segments
 
 if TYPE_CHECKING:
     from shardwright.runtime.fuse import Switch
@@ -21,8 +22,12 @@ FUSED_LOSS = "fused_loss"
 
 def logits_of(model: nn.Module, ids: Tensor, positions: Tensor | None = None) -> Tensor:
     """[B, S] → [B, S, V]. Positions that start anew divide a sequence into documents."""
-    extra = {} if positions is None else {"position_ids": positions}
-    output: Any = model(input_ids=ids, use_cache=False, **extra)
+    if positions is None:
+        output: Any = model(input_ids=ids, use_cache=False)
+        return output.logits
+    bounds = bounds_of(positions) if recurrent_layers(model) else None
+    with segments(bounds):
+        output = model(input_ids=ids, use_cache=False, position_ids=positions)
     return output.logits
 
 

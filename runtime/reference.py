@@ -16,10 +16,11 @@ from torch.nn import functional as F
 
 from shardwright.checkpoints.build import rebuild_buffers, state_shapes, tied_names
 from shardwright.checkpoints.layouts import expert_layout
-from shardwright.checkpoints.reader import ShardReader, read_parameter
+from shardwright.checkpoints.reader import ShardReader
 from shardwright.runtime.batch import IGNORE
 from shardwright.runtime.experts.dense_block import is_dense
 from shardwright.runtime.files import Files, open_files
+from shardwright.runtime.load.decode import read_base
 from shardwright.runtime.lora.inject import adapter_names
 from shardwright.schemas.lora import LoraTarget
 
@@ -42,7 +43,7 @@ def load_plain(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[
         for name, shape in shapes.items():
             owner = model.get_submodule(name.rpartition(".")[0])
             leaf = name.rpartition(".")[2]
-            value = read_parameter(reader, files.names.reads(name), shape)
+            value = read_base(reader, files.names, name, shape)
             if name in parameters:
                 owner._parameters[leaf] = nn.Parameter(value.to(device, dtype), requires_grad=False)
             else:
@@ -138,25 +139,33 @@ class _ExpertLoop:
         return self.module.act_fn(gate) * value
 
 
-def reference_step(model: nn.Module, leaves: dict[str, Tensor], batch: Tensor, device: torch.device) -> ReferenceStep:
-    """Loss per predicted token and gradient norm of a whole batch, one row at a time.
+def _documents(row: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """[3, S] planes → (ids, labels) [1, s] of each document that counts, so that each runs alone."""
+    starts = [place for place, position in enumerate(row[2].tolist()) if position == 0]
+    pieces = [row[:, first:last] for first, last in zip(starts, [*starts[1:], row.shape[1]], strict=True)]
+    return [(piece[:1], piece[1:2]) for piece in pieces if bool((piece[1] != IGNORE).any())]
+
+
+def reference_step(
+    model: nn.Module, leaves: dict[str, Tensor], batch: Tensor, device: torch.device, rows: int = 1
+) -> ReferenceStep:
+    """Loss per predicted token and gradient norm of a whole batch, some rows or one document at a time.
 
     Args:
         batch: [G, S] ids, or [G, 3, S] planes of ids, labels and positions.
+        rows: ids of so many sequences run together.
     """
     planes = batch.dim() == 3
     tokens = int((batch[:, 1] != IGNORE).sum()) if planes else batch.shape[0] * (batch.shape[1] - 1)
     loss = 0.0
-    for row in batch.to(device).split(1):
-        if planes:
-            logits = model(input_ids=row[:, 0], position_ids=row[:, 2], use_cache=False).logits[0].float()
-            labels = row[0, 1]
-        else:
-            logits, labels = model(input_ids=row, use_cache=False).logits[0, :-1].float(), row[0, 1:]
-        part = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / tokens
-        if leaves:
-            part.backward()
-        loss += float(part.detach())
+    for part in batch.to(device).split(1 if planes else rows):
+        for ids, labels in _documents(part[0]) if planes else ((part, part[:, 1:]),):
+            logits = model(input_ids=ids, use_cache=False).logits[:, : labels.shape[1]].float()
+            summed = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+            share = summed / tokens
+            if leaves:
+                share.backward()
+            loss += float(share.detach())
     squares = [value.grad.double().square().sum() for value in leaves.values() if value.grad is not None]
     norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
     return ReferenceStep(loss, norm)

@@ -10,13 +10,17 @@ from torch import nn
 from shardwright.runtime.checkpointing import checkpoint_layers
 from shardwright.runtime.device import Device
 from shardwright.runtime.experts.balance import LoadMeter
+from shardwright.runtime.experts.hierarchical import Nodes, open_nodes
+from shardwright.runtime.experts.packed import packed_experts_of
 from shardwright.runtime.files import Files, open_files
 from shardwright.runtime.fuse import Switch, install_fusions
 from shardwright.runtime.load.stream import Progress, load_weights, materialize
-from shardwright.runtime.lora.inject import inject
+from shardwright.runtime.lora.inject import find_experts, inject
 from shardwright.runtime.mesh import Ranks
 from shardwright.runtime.ownership import Owned, owned_parameters
 from shardwright.runtime.parallelize import DTYPES, decoder_layers, shard
+from shardwright.runtime.segments import keep_apart
+from shardwright.schemas.errors import LegalityError
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.run import LoadFacts
 
@@ -60,6 +64,10 @@ def build_on(
     recipe, strategy = decision.recipe, decision.strategy
     model, files = open_files(checkpoint, DTYPES[recipe.precision.base])
     meter = LoadMeter()
+    stacks = {
+        name: tuple(f"{name}.{stack}" for stack, value in module.named_parameters(recurse=False) if value.dim() == 3)
+        for name, module in find_experts(model).items()
+    }
     inject(
         model,
         decision.lora_targets,
@@ -68,9 +76,32 @@ def build_on(
         meter=meter,
         dropout=float(recipe.lora.dropout),
         dtype=DTYPES[recipe.precision.adapter],
+        packed=packed_experts_of(files.names, stacks, strategy.base_format, strategy.mesh.shard),
+        chunks=strategy.overlap_chunks,
+        nodes=_nodes(plan, ranks),
     )
+    keep_apart(model)
     switches = install_fusions(model, decision.fusions)
     if strategy.checkpointing == "full":
         checkpoint_layers(list(decoder_layers(model).values()), meter)
     shard(model, strategy, recipe.precision, ranks)
     return model, files, meter, switches
+
+
+def _nodes(plan: AdaptationPlan, ranks: Ranks) -> Nodes | None:
+    """How EP groups lie over nodes, where the plan wants two stages.
+
+    Raises:
+        LegalityError: ``dispatch-hierarchical`` where no EP group crosses nodes evenly.
+    """
+    if plan.decision.strategy.dispatch != "hierarchical":
+        return None
+    nodes = open_nodes(ranks.world, ranks.rank, ranks.sizes.ep, plan.decision.cluster.devices_per_node)
+    if nodes is None:
+        raise LegalityError(
+            "dispatch-hierarchical",
+            f"ep {ranks.sizes.ep} over nodes of {plan.decision.cluster.devices_per_node} devices has one stage",
+            where="decision.strategy.dispatch",
+            next_action="choose dispatch all_to_all",
+        )
+    return nodes

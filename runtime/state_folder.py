@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwright.runtime import record
 from shardwright.schemas.canonical import pretty_bytes, sha256_file, sha256_of
 from shardwright.schemas.errors import RunError
 from shardwright.schemas.files import write_atomic
@@ -96,12 +97,14 @@ def latest(run_dir: Path, hashes: PlanHashes) -> tuple[int, Path] | None:
 
 
 def final(run_dir: Path, plan: AdaptationPlan) -> Path:
-    """The save of the last step: the only one that an export may read.
+    """The save of the last step, or of the one where early stop ended the run: the only one that an export may read.
 
     Raises:
         RunError: ``no-save``; ``not-final`` when the newest whole save is of an earlier step; as :func:`find`.
     """
-    wanted, found = plan.decision.recipe.schedule.steps, find(run_dir, plan.hashes)
+    stopped = record.read(run_dir).stopped_at_step if (run_dir / record.FILE).is_file() else None
+    wanted = plan.decision.recipe.schedule.steps if stopped is None else stopped
+    found = find(run_dir, plan.hashes)
     if found is None:
         raise RunError("no-save", "the run has no save", where=str(run_dir), next_action="train first")
     if found.step != wanted:

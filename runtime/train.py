@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,10 +14,12 @@ from torch import Tensor
 
 from shardwright.runtime import state
 from shardwright.runtime.agree import on_first_rank
+from shardwright.runtime.balancing import balancer_for, loss_over_ranks
 from shardwright.runtime.checks.memory import OUT_OF_MEMORY, out_of_memory
 from shardwright.runtime.checks.triage import where_not_finite
 from shardwright.runtime.data import Batches
 from shardwright.runtime.device import Device
+from shardwright.runtime.early_stop import EarlyStop
 from shardwright.runtime.evaluate import evaluate
 from shardwright.runtime.experts.balance import max_over_mean
 from shardwright.runtime.lora.linear import LoraLinear
@@ -25,6 +27,7 @@ from shardwright.runtime.losses import summed_loss
 from shardwright.runtime.mesh import Ranks
 from shardwright.runtime.optimizer import AdapterOptimizer, learning_rate
 from shardwright.runtime.preemption import StopRequest, interrupted
+from shardwright.runtime.profile import recording
 from shardwright.runtime.session import Live
 from shardwright.schemas.cost import Moment
 from shardwright.schemas.errors import CheckFailed
@@ -39,6 +42,7 @@ class Gradient:
     loss: float
     norm: float
     loads: dict[str, Tensor]
+    balance: float = 0.0
 
 
 @dataclass
@@ -60,6 +64,8 @@ class Trainer:
     def __post_init__(self) -> None:
         self.recipe = self.plan.decision.recipe
         self.strategy = self.plan.decision.strategy
+        planes = self.batches.sequences.ndim != 2
+        self.balancer = balancer_for(self.plan, self.live.model, self.live.meter, planes)
         self.optimizer = AdapterOptimizer(self.live.adapters, self.recipe.optimizer, self.ranks)
         self.saver = state.Saver(self.run_dir, self.plan, self.live.adapters, self.optimizer, self.ranks, self.device)
 
@@ -78,6 +84,7 @@ class Trainer:
             for rows in self.batches.micro_batches(step, self.ranks.data_rank):
                 total += self._one_micro_batch(rows, tokens)
         self._dropout(False)
+        balance = loss_over_ranks(self.balancer, self.ranks, self.device)
         if self.ranks.world > 1:
             dist.all_reduce(total)
         loads = self.live.meter.finish_step()
@@ -89,7 +96,7 @@ class Trainer:
                 where=f"step {step}",
                 next_action="lower the learning rate; `latest` still names the last good save",
             )
-        return Gradient(float(total), norm, loads)
+        return Gradient(float(total), norm, loads, balance)
 
     def _one_micro_batch(self, rows: Tensor, tokens: int) -> Tensor:
         """Forward and backward of rows [micro, …]; its part of the loss.
@@ -99,9 +106,10 @@ class Trainer:
         """
         moment: Moment = "forward_peak"
         try:
-            loss = summed_loss(self.live.model, rows.to(self.device.torch_device)) / tokens
-            moment = "backward_peak"
-            loss.backward()
+            with self.device.attention():
+                loss = summed_loss(self.live.model, rows.to(self.device.torch_device)) / tokens
+                moment = "backward_peak"
+                loss.backward()
         except OUT_OF_MEMORY as error:
             raise out_of_memory(self.plan, self.device, moment, error) from error
         return loss.detach().double()
@@ -121,13 +129,14 @@ class Trainer:
 
     def step(self, step: int, on_gradient: Callable[[int, Gradient], None]) -> tuple[StepMetric, Gradient]:
         """One optimizer step with its measurements; ``on_gradient`` looks at it before it is applied, off the clock."""
-        began = self._clock()
-        gradient = self.gradient(step)
-        paused = self._clock()
-        on_gradient(step, gradient)
-        resumed = self._clock()
-        rate = self.apply(step, gradient)
-        seconds = self._clock() - began - (resumed - paused)
+        with recording(self.run_dir, step, self.ranks.rank, self.device):
+            began = self._clock()
+            gradient = self.gradient(step)
+            paused = self._clock()
+            on_gradient(step, gradient)
+            resumed = self._clock()
+            rate = self.apply(step, gradient)
+            seconds = self._clock() - began - (resumed - paused)
         metric = StepMetric(
             step=step,
             loss=gradient.loss,
@@ -137,6 +146,7 @@ class Trainer:
             seconds=seconds,
             peak_memory_bytes=self._peak_over_ranks(),
             expert_load_max_over_mean=max_over_mean(gradient.loads),
+            balance_loss=gradient.balance,
         )
         return metric, gradient
 
@@ -177,27 +187,41 @@ class Trainer:
         on_gradient: Callable[[int, Gradient], None],
         on_step: Callable[[StepMetric, Gradient], None],
         on_evaluation: Callable[[EvalMetric], None],
-    ) -> None:
+        losses: Iterable[float] = (),
+    ) -> int | None:
         """Steps ``first`` … last, with the evaluations and saves that the recipe asks for.
+
+        Args:
+            losses: held-out losses of the run before this (re)start.
+
+        Returns:
+            The step with which the recipe's early stop ended the run, if it did.
 
         Raises:
             RunInterrupted: a signal asked to stop; the save of the last step done is whole.
             RunError: ``disk-full``.
         """
         schedule = self.recipe.schedule
+        patience = EarlyStop(schedule.early_stop_evaluations, losses)
         with StopRequest(self.ranks, self.device) as stop:
             for step in range(first, schedule.steps + 1):
                 metric, gradient = self.step(step, on_gradient)
                 on_step(metric, gradient)
-                last, asked = step == schedule.steps, stop.agreed()
+                last, asked, ended = step == schedule.steps, stop.agreed(), False
                 if last or (not asked and _due(step, schedule.evaluate_every_steps)):
-                    on_evaluation(self.evaluate(step))
-                if last or asked or _due(step, schedule.save_every_steps):
+                    held = self.evaluate(step)
+                    on_evaluation(held)
+                    ended = patience.after(held.loss) and not last
+                if last or asked or ended or _due(step, schedule.save_every_steps):
                     self.start_save(step)
+                if ended:
+                    self.saver.finish()
+                    return step
                 if asked and not last:
                     self.saver.finish()
                     raise interrupted(step, schedule.steps, str(self.run_dir))
             self.saver.finish()
+        return None
 
     def _peak_over_ranks(self) -> int:
         peak = torch.tensor(self.device.peak_memory_bytes(), device=self.device.torch_device)

@@ -135,6 +135,12 @@ class LlmUnavailableError(ShardwrightError):
     exit_code = ExitCode.LLM_UNAVAILABLE
 
 
+class LlmError(ShardwrightError):
+    """A language model's server, reply or budget failed; advice ends and the rules' result stands."""
+
+    area = "advice"
+
+
 class CheckFailed(ShardwrightError):
     """A check after load, after a step or after export failed."""
 

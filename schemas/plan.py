@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 from pydantic import JsonValue, ValidationError
 
-from shardwright.schemas.base import SCHEMA_VERSION, CountInt, Identifier, Model, NonNegative, Sha256
+from shardwright.schemas.base import SCHEMA_VERSION, CountInt, Identifier, Model, NonNegative, Sha256, added
 from shardwright.schemas.canonical import pretty_bytes, sha256_of
 from shardwright.schemas.cluster import ClusterRef, ClusterSpec
 from shardwright.schemas.cost import CostReport
 from shardwright.schemas.errors import PlanError
 from shardwright.schemas.files import write_atomic
 from shardwright.schemas.fusion import FusionDecision, FusionProposal
+from shardwright.schemas.llm import LlmRecord
 from shardwright.schemas.lora import LoraTarget
 from shardwright.schemas.profile import CheckpointFingerprint, CheckpointProfile
 from shardwright.schemas.recipe import Recipe
@@ -101,6 +102,8 @@ class Provenance(Model):
     shardwright: str
     versions: dict[str, str]
     llm: str = "off"
+    llm_record: LlmRecord | None = added(None)
+    """What a language model did, said and was refused; ``None`` where none was asked."""
     cluster_digest: Sha256
     recipe_digest: Sha256
     calibration_digest: Sha256 | None = None

@@ -98,11 +98,44 @@ class ScheduleSpec(Model):
     held_out_sequences: PositiveInt = 8
     save_every_steps: CountInt = 0
     """0: only after the last step."""
+    early_stop_evaluations: CountInt = added(0)
+    """The run ends after this many evaluations in a row without a lower held-out loss; 0: never."""
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> ScheduleSpec:
         if self.warmup_steps >= self.steps and self.warmup_steps > 0:
             raise ValueError("warmup_steps must be smaller than steps")
+        return self
+
+    @model_validator(mode="after")
+    def _early_stop_looks(self) -> ScheduleSpec:
+        if self.early_stop_evaluations and not self.evaluate_every_steps:
+            raise ValueError("early_stop_evaluations needs evaluate_every_steps")
+        return self
+
+
+class BalanceSpec(Model):
+    """Losses that even out the experts' loads. Their value depends on no mesh; ``auxiliary`` depends on the plan's
+    micro-batch, over which it is taken."""
+
+    auxiliary: DecimalText = "0"
+    """Coefficient of the Switch loss over each micro-batch; 0: none."""
+    sequence: DecimalText = "0"
+    """Coefficient of the same loss over each sequence; 0: none."""
+    target_load: DecimalText = "0"
+    """Above 1: a layer's coefficients are multiplied by its measured excess load over this one's (hottest expert over
+    mean), between 0 and 4; 0: they stay."""
+
+    @property
+    def active(self) -> bool:
+        return float(self.auxiliary) > 0 or float(self.sequence) > 0
+
+    @model_validator(mode="after")
+    def _sensible(self) -> BalanceSpec:
+        if float(self.auxiliary) < 0 or float(self.sequence) < 0:
+            raise ValueError("balancing coefficients are 0 or more")
+        if float(self.target_load) != 0 and float(self.target_load) <= 1:
+            raise ValueError("target_load is above 1, the load of even experts, or 0")
         return self
 
 
@@ -136,5 +169,6 @@ class Recipe(Model):
     schedule: ScheduleSpec = ScheduleSpec()
     precision: PrecisionSpec = PrecisionSpec()
     seeds: SeedSpec = SeedSpec()
+    balance: BalanceSpec = added(BalanceSpec())
     prompt: str = "def "
     """The held-out prompt that ``shardwright generate`` answers by default."""

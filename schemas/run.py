@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from shardwright.schemas.base import CountInt, Model, NonNegative, Sha256
+from shardwright.schemas.base import CountInt, Model, NonNegative, Sha256, added
 
 CheckStage = Literal["load", "step", "export"]
 
@@ -31,6 +31,8 @@ class StepMetric(Model):
     seconds: NonNegative
     peak_memory_bytes: CountInt
     expert_load_max_over_mean: NonNegative = 0.0
+    balance_loss: float = added(0.0)
+    """The balancing losses as they joined the gradient, summed over layers and ranks."""
 
 
 class EvalMetric(Model):
@@ -113,6 +115,8 @@ class RunRecord(Model):
     predicted_step_ms: NonNegative | None = None
     predicted_peak_bytes: CountInt | None = None
     resumed_from_steps: tuple[CountInt, ...] = ()
+    stopped_at_step: CountInt | None = added(None)
+    """Where the recipe's early stop ended the run before its last step."""
     exports: tuple[ExportFacts, ...] = ()
     preflight: tuple[PreflightResult, ...] = ()
     warnings: tuple[str, ...] = ()

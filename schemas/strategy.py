@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from shardwright.schemas.base import CountInt, Model, PositiveInt, added
+
+Degree = Annotated[int, Field(ge=1, le=2**20)]
+"""Ranks along one axis; bounded, because rules count through what they are given."""
 
 
 class Mesh(Model):
@@ -16,13 +19,13 @@ class Mesh(Model):
     ``shard × ep``. Every rank of ``replicate × shard × ep`` reads its own data.
     """
 
-    replicate: PositiveInt = 1
-    shard: PositiveInt = 1
-    ep: PositiveInt = 1
-    tp: PositiveInt = 1
-    cp: PositiveInt = 1
-    pp: PositiveInt = 1
-    expert_tp: PositiveInt = added(1)
+    replicate: Degree = 1
+    shard: Degree = 1
+    ep: Degree = 1
+    tp: Degree = 1
+    cp: Degree = 1
+    pp: Degree = 1
+    expert_tp: Degree = added(1)
     """Ranks that share the width of one expert; part of ``shard × tp × cp``, so no factor of the world.
     What is left of these shards expert weights."""
 

@@ -36,6 +36,7 @@ class ExecutableAxis:
 _BASE = f"{PARITY}::test_one_rank_equals_plain_training"
 _FSDP = f"{PARITY}::test_fsdp2_equals_one_rank"
 _EP = f"{PARITY}::test_ep2_equals_one_rank"
+_PACKED = "tests/runtime/test_packed.py::test_kept_packed_trains_what_decoding_at_load_trains"
 _REPLICATE = f"{PARITY}::test_replicate2_equals_one_rank"
 
 EXECUTABLE: dict[str, ExecutableAxis] = {
@@ -51,19 +52,24 @@ EXECUTABLE: dict[str, ExecutableAxis] = {
     "reshard_after_forward": ExecutableAxis({True: _FSDP, False: f"{PARITY}::test_no_reshard_keeps_losses"}),
     "prefetch_depth": ExecutableAxis({1: _FSDP}),
     "expert_padding_tokens": ExecutableAxis({1: _EP}),
-    "overlap": ExecutableAxis({"none": _EP}),
+    "overlap": ExecutableAxis({"none": _EP, "chunked": f"{PARITY}::test_chunks_keep_losses"}),
     "offload": ExecutableAxis({"none": _BASE}),
     "expert_placement": ExecutableAxis({"contiguous": _EP}),
     "expert_tp": ExecutableAxis({1: _BASE}),
     "reshard_scope": ExecutableAxis({"all": _FSDP}),
-    "overlap_chunks": ExecutableAxis({1: _EP}),
+    "overlap_chunks": ExecutableAxis({1: _EP, 2: f"{PARITY}::test_chunks_keep_losses"}, any_degree=True),
     "dispatch": ExecutableAxis({"all_to_all": _EP}),
-    "base_format": ExecutableAxis({"compute": _BASE}),
+    "base_format": ExecutableAxis({"compute": _BASE, "mxfp4": _PACKED, "fp8": _PACKED}),
     "redundant_experts": ExecutableAxis({0: _EP}),
 }
 """Axis name → what runs."""
 
-BASE_PACKINGS: dict[str, str] = {"plain": _BASE}
+BASE_PACKINGS: dict[str, str] = {
+    "plain": _BASE,
+    "mxfp4": _PACKED,
+    "fp8-block": _PACKED,
+    "int4-group": "tests/runtime/test_packed.py::test_int4_is_decoded_at_load",
+}
 """Storage formats of the base weights that the runtime loads, with the proving test."""
 
 PRESERVED_ROUTING: str | None = f"{PARITY}::test_checkpointing_keeps_losses"

@@ -9,15 +9,15 @@ Legend: T tokens, H hidden, I expert width, R routed rows, E experts, V vocabula
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from shardwright.schemas.errors import KernelError
 from shardwright.schemas.ops import OpCost, PassCost
-
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+from shardwright.search_spaces.provider_chain import BYTES, Chain
+from shardwright.search_spaces.provider_norms import gated_rms_norm, latent_norm, qk_norm_rope
+from shardwright.search_spaces.provider_router import router
 
 ROW_PASSES = {"eager": (24, 12), "compile": (8, 8)}
 """Reads and writes of an R × H tensor around the grouped products of a MoE layer, (forward, backward):
@@ -26,25 +26,6 @@ shapes (E 128–896, H 2048–7168): 23.3–25.5 forward, 10–12 backward. Comp
 
 EXPERT_LAUNCHES = {"eager": (35, 50), "compile": (18, 26)}
 """Kernels of one MoE layer, (forward, backward). Eager forward counted on one H200; the rest assumed."""
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Kernels in a row: ``(bytes read, bytes written)`` each."""
-
-    kernels: tuple[tuple[int, int], ...]
-    flops: int = 0
-
-    def as_pass(self, floor_bytes: int, floor_flops: int = 0, workspace_bytes: int = 0) -> PassCost:
-        return PassCost(
-            flops=self.flops,
-            bytes_read=sum(read for read, _ in self.kernels),
-            bytes_written=sum(written for _, written in self.kernels),
-            launches=len(self.kernels),
-            workspace_bytes=workspace_bytes,
-            floor_flops=floor_flops,
-            floor_bytes=floor_bytes,
-        )
 
 
 def rms_norm(provider: str, dtype: str, T: int, H: int) -> OpCost:
@@ -206,6 +187,10 @@ PROVIDER_COSTS: dict[str, Callable[..., OpCost]] = {
     "swiglu": swiglu,
     "experts": experts,
     "linear_cross_entropy": linear_cross_entropy,
+    "router": router,
+    "gated_rms_norm": gated_rms_norm,
+    "latent_norm": latent_norm,
+    "qk_norm_rope": qk_norm_rope,
 }
 """Operator → its cost function."""
 

@@ -86,6 +86,7 @@ def signature(context: SearchContext, draws: Draws) -> tuple[object, ...]:
         ranks > context.domain > near,
         draws["ep"] > inside > 1,
         min(each, 4),
+        draws["shard"] > 1,
     )
 
 

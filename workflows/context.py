@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
@@ -10,6 +10,7 @@ from typing import TypedDict
 from shardwright.schemas.plan import AdaptationPlan, parse_plan
 from shardwright.schemas.recipe import Recipe
 from shardwright.workflows.artifacts import ArtifactStore
+from shardwright.workflows.cache import NodeCache
 from shardwright.workflows.events import Event, EventKind, EventLog
 from shardwright.workflows.request import Request
 from shardwright.workflows.stages import Stages
@@ -30,6 +31,8 @@ class AdaptState(TypedDict, total=False):
     proposals: str
     """Proposals that passed the gate."""
     search: str
+    advice: str
+    """What a language model suggested and the gates let through; absent where none was asked."""
     plan: str
     approval: str
     run: str
@@ -52,6 +55,10 @@ class Context:
     request: Request
     stages: Stages = field(default_factory=Stages)
     log: Callable[[Event], None] | None = None
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """Node → seconds that it may take."""
+    cache: NodeCache | None = None
+    """What other runs on this machine have worked out."""
 
     @property
     def store(self) -> ArtifactStore:
@@ -88,6 +95,21 @@ class Context:
     def once(self, node: str, inputs: dict[str, str], compute: Callable[[], Output]) -> Output:
         """``ArtifactStore.once`` with this run's progress events."""
         return self.store.once(node, inputs, compute, lambda kind: self.tell(node, _kind(kind)))
+
+    def once_here(self, node: str, inputs: dict[str, str], compute: Callable[[], Output]) -> Output:
+        """As ``once``, and not again in any run on this machine: every output must name an artifact."""
+
+        def look_first() -> Output:
+            if self.cache is None:
+                return compute()
+            if (outputs := self.cache.take(node, inputs, self.store)) is not None:
+                self.tell(node, "cached")
+                return outputs
+            outputs = compute()
+            self.cache.keep(node, inputs, outputs, self.store)
+            return outputs
+
+        return self.once(node, inputs, look_first)
 
     def plan(self, sha256: str) -> AdaptationPlan:
         """A stored plan, hashes verified."""

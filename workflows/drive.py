@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,11 +12,14 @@ from shardwright.schemas.errors import ShardwrightError
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.policy import Policy
 from shardwright.workflows.adapt import build_graph
+from shardwright.workflows.cache import NodeCache
 from shardwright.workflows.context import AdaptState, Context
 from shardwright.workflows.decide import Reviewer, settle
 from shardwright.workflows.events import EventLog, Listener, silent
+from shardwright.workflows.limits import DEFAULT_S
 from shardwright.workflows.lock import RunLock
 from shardwright.workflows.request import Request, claim
+from shardwright.workflows.search_options import stages_for
 from shardwright.workflows.serde import URL_VARIABLE, saver
 from shardwright.workflows.stages import Stages
 
@@ -45,6 +49,8 @@ def drive(
     policy: Policy | None = None,
     reviewer: Reviewer | None = None,
     start: AdaptState | None = None,
+    limits: Mapping[str, float] | None = None,
+    cache: NodeCache | None = None,
 ) -> Outcome:
     """Run the workflow of a request in its folder. The same call again goes on where the last one ended.
 
@@ -53,6 +59,8 @@ def drive(
         policy: decides at review where no person does (headless).
         reviewer: asks a person at review; may put a child plan into the folder.
         start: first state where the graph starts past ingest (``apply``).
+        limits: node → seconds; by default those of ``workflows.limits``.
+        cache: results of other runs on this machine.
 
     Raises:
         ApprovalError, PolicyDenied: review did not approve; the run stays paused.
@@ -63,7 +71,14 @@ def drive(
         claim(run_dir, request)
         log = EventLog(run_dir, listener)
         config = config_of(run_dir)
-        context = Context(run_dir=run_dir, request=request, stages=stages or Stages(), log=log)
+        context = Context(
+            run_dir=run_dir,
+            request=request,
+            stages=stages or stages_for(request),
+            log=log,
+            limits=DEFAULT_S if limits is None else limits,
+            cache=cache,
+        )
         with saver(run_dir) as checkpointer:
             graph = build_graph(context, checkpointer)
             snapshot = graph.get_state(config)
@@ -75,7 +90,7 @@ def drive(
                     if request.goal == "plan":
                         return _outcome("planned", context, snapshot.values)
                     step = _wake(context, snapshot.values, policy, reviewer)
-                _invoke(graph, step, context, config)
+                graph.invoke(step, config, durability="sync")
                 snapshot = graph.get_state(config)
                 step = None
                 if not snapshot.next:
@@ -93,15 +108,6 @@ def _wake(context: Context, state: AdaptState, policy: Policy | None, reviewer: 
         raise
     context.tell("review", "note", f"plan {verdict.decision_sha256[:16]}… approved by {verdict.actor}")
     return Command(resume={"decided": True})
-
-
-def _invoke(graph: Any, step: Any, context: Context, config: dict[str, Any]) -> None:
-    try:
-        graph.invoke(step, config, durability="sync")
-    except ShardwrightError as error:
-        waiting = graph.get_state(config).next
-        context.tell(waiting[0] if waiting else "run", "failed", error.code)
-        raise
 
 
 def _outcome(status: Literal["planned", "finished"], context: Context, state: AdaptState) -> Outcome:

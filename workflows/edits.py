@@ -15,6 +15,9 @@ from shardwright.schemas.validation import explain
 from shardwright.workflows.planning import join
 from shardwright.workflows.stages import Stages
 
+LAYERS = "checkpointed_layers"
+EDITED = "A reviewer edited this plan; the words that follow are about the one that the search chose."
+
 
 def edit_axes(
     stages: Stages, plan: AdaptationPlan, values: dict[str, str], *, reason: str, actor: str
@@ -22,7 +25,7 @@ def edit_axes(
     """A child plan with other values on some axes.
 
     What is not named follows: ``mesh.shard`` and ``mesh.replicate`` the number of ranks, ``accumulation_steps`` the
-    global batch.
+    global batch, ``overlap`` and its chunks, ``checkpointing`` and its layers each other.
 
     Args:
         values: axis → new value as text, for example ``{"mesh.ep": "2", "mesh.shard": "1"}``.
@@ -112,6 +115,43 @@ def reject_proposal(
     return _child(stages, plan, plan.decision.strategy, (edit,), {**rejections(plan), proposal_id: reason})
 
 
+def answer_question(plan: AdaptationPlan, question_id: str, answer: str, *, reason: str, actor: str) -> AdaptationPlan:
+    """A child plan in which a question has its answer; cost and fusions stay as they are.
+
+    Raises:
+        UsageError: ``unknown-question``, ``bad-answer``, ``no-change`` or ``no-reason``.
+    """
+    _need_reason(reason)
+    asked = {question.id: question for question in plan.decision.questions}
+    where = f"plan {plan.hashes.decision[:16]}…"
+    if question_id not in asked:
+        known = f"name one of: {', '.join(asked)}" if asked else "the plan asks nothing"
+        raise UsageError("unknown-question", f"no question {question_id!r}", where=where, next_action=known)
+    question = asked[question_id]
+    if answer not in question.choices:
+        raise UsageError(
+            "bad-answer",
+            f"{answer!r} is no answer to {question.text!r}",
+            where=question_id,
+            next_action=f"choose one of: {', '.join(question.choices)}",
+        )
+    if answer == question.answer:
+        raise UsageError("no-change", f"{answer} is the answer already", where=question_id, next_action="nothing to do")
+    edit = Edit(field=f"questions.{question_id}", old=question.answer, new=answer, reason=reason, actor=actor)
+    answered = tuple(
+        item.model_copy(update={"answer": answer}) if item.id == question_id else item
+        for item in plan.decision.questions
+    )
+    child = plan.decision.model_copy(
+        update={
+            "parent_hash": plan.hashes.decision,
+            "questions": answered,
+            "edits": (*plan.decision.edits, edit),
+        }
+    )
+    return AdaptationPlan.seal(child, plan.evidence)
+
+
 def rejections(plan: AdaptationPlan) -> dict[str, str]:
     """Proposal id → reason, of every fusion rejected so far."""
     return {fusion.proposal_id: fusion.reason for fusion in plan.decision.fusions if fusion.rejected}
@@ -128,11 +168,24 @@ def edited(strategy: ParallelStrategy, values: dict[str, str]) -> ParallelStrate
             raise UsageError(
                 "unknown-axis", f"no axis {axis!r}", where="--edit", next_action=f"name one of: {', '.join(known)}"
             )
-        target[name] = text
+        target[name] = [part for part in text.split(",") if part.strip()] if name == LAYERS else text
+    _together(raw, values)
     try:
         return TypeAdapter(ParallelStrategy).validate_python(raw)
     except ValidationError as error:
         raise UsageError("bad-value", explain(error), where="--edit", next_action="correct the value") from error
+
+
+def _together(raw: dict[str, Any], values: dict[str, str]) -> None:
+    """Axes that only mean something together follow each other where one of them was not named."""
+    if "overlap" in values and "overlap_chunks" not in values:
+        raw["overlap_chunks"] = 2 if values["overlap"] == "chunked" else 1
+    elif "overlap_chunks" in values and "overlap" not in values:
+        raw["overlap"] = "none" if values["overlap_chunks"].strip() in ("0", "1") else "chunked"
+    if "checkpointing" in values and LAYERS not in values and values["checkpointing"] != "layers":
+        raw[LAYERS] = []
+    elif LAYERS in values and "checkpointing" not in values:
+        raw["checkpointing"] = "layers" if raw[LAYERS] else "none"
 
 
 def _filled(plan: AdaptationPlan, strategy: ParallelStrategy, values: dict[str, str]) -> ParallelStrategy:
@@ -214,5 +267,8 @@ def _child(
             "edits": (*decision.edits, *edits),
         }
     )
-    why = evidence.model_copy(update={"proposals": joined.proposals, "cost": joined.cost})
+    words = evidence.explanation
+    if words and words[0] != EDITED:
+        words = (EDITED, *words)
+    why = evidence.model_copy(update={"proposals": joined.proposals, "cost": joined.cost, "explanation": words})
     return AdaptationPlan.seal(child, why)

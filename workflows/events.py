@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -29,18 +30,23 @@ def silent(event: Event) -> None:
 
 
 class EventLog:
-    """Appends events with the time to a file that ``shardwright logs`` reads, then tells the listener."""
+    """Appends events with the time to a file that ``shardwright logs`` reads, then tells the listener.
+
+    Branches that run beside each other take turns.
+    """
 
     def __init__(self, run_dir: Path, listener: Listener = silent) -> None:
         self.path = run_dir / "events.jsonl"
         self.listener = listener
+        self._turn = threading.Lock()
 
     def __call__(self, event: Event) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **asdict(event)})
-        with open(self.path, "a", encoding="utf-8") as stream:
-            stream.write(line + "\n")
-        self.listener(event)
+        with self._turn:
+            with open(self.path, "a", encoding="utf-8") as stream:
+                stream.write(line + "\n")
+            self.listener(event)
 
 
 def read_events(run_dir: Path) -> list[dict[str, str]]:

@@ -1,17 +1,16 @@
-"""Why a plan is what it is, as text: the whole, or one subject."""
+"""Why a plan is what it is: the whole, or one subject."""
 
 from __future__ import annotations
 
 from shardwright.schemas.errors import UsageError
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.workflows.report.blocks import Document, Heading, Table, Text
-from shardwright.workflows.report.markdown import render
 from shardwright.workflows.report.plan_content import alternatives_section, cost_section, fusion_section, plan_summary
 from shardwright.workflows.report.units import duration
 
 
-def explanation(plan: AdaptationPlan, subject: str | None) -> str:
-    """Markdown text about a plan.
+def explanation(plan: AdaptationPlan, subject: str | None) -> Document:
+    """What there is to say about a plan.
 
     Args:
         subject: ``strategy``, ``memory``, ``time``, ``fusions``, a proposal's id, or ``None`` for everything.
@@ -26,11 +25,11 @@ def explanation(plan: AdaptationPlan, subject: str | None) -> str:
         "fusions": lambda: fusion_section(plan),
     }
     if subject is None:
-        return render((*plan_summary(plan), *fusion_section(plan), *cost_section(plan), *alternatives_section(plan)))
+        return (*plan_summary(plan), *fusion_section(plan), *cost_section(plan), *alternatives_section(plan))
     if subject in sections:
-        return render(sections[subject]())
+        return sections[subject]()
     if any(proposal.id == subject for proposal in plan.evidence.proposals):
-        return render(proposal_document(plan, subject))
+        return proposal_document(plan, subject)
     known = ", ".join([*sections, *(proposal.id for proposal in plan.evidence.proposals)])
     raise UsageError("unknown-subject", f"nothing called {subject!r}", where="SUBJECT", next_action=f"one of: {known}")
 
@@ -56,7 +55,7 @@ def proposal_document(plan: AdaptationPlan, proposal_id: str) -> Document:
     )
     obligations = tuple((o.name, o.status, o.evidence) for o in proposal.certificate.obligations)
     return (
-        Heading(f"{proposal.title} (`{proposal.id}`)"),
+        Heading(f"{proposal.title} (`{proposal.id}`)", 3),
         Text(f"{verdict}. {proposal.reason}"),
         Table(
             ("", ""),
@@ -69,6 +68,6 @@ def proposal_document(plan: AdaptationPlan, proposal_id: str) -> Document:
                 ("matched nodes", ", ".join(proposal.certificate.matched_nodes)),
             ),
         ),
-        Table(("way", "provider", "time", "origin", "available"), variants),
-        Table(("obligation", "status", "evidence"), obligations),
+        Table(("way", "provider", "time", "origin", "available"), variants, prose=3),
+        Table(("obligation", "status", "evidence"), obligations, prose=2),
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardwright.schemas.base import Model
 from shardwright.schemas.errors import RunError, ShardwrightError, UsageError
-from shardwright.workflows.adapt import nodes_for
+from shardwright.workflows.adapt import descendants, nodes_for
 from shardwright.workflows.events import read_events
 from shardwright.workflows.prepare import require_run
 from shardwright.workflows.request import request_path
@@ -71,7 +71,7 @@ def visits(run_dir: Path) -> tuple[Visit, ...]:
 
 
 def fork(run_dir: Path, at: str, target: Path) -> Path:
-    """A new run folder that has done what this one had done before a node, and nothing after.
+    """A new run folder that has done what this one had done beside and before a node, and nothing after.
 
     Nodes before it are found in the copied memory and not run again; the node and all after it run anew when the fork
     is resumed. The first run is not touched.
@@ -91,9 +91,11 @@ def fork(run_dir: Path, at: str, target: Path) -> Path:
         raise UsageError("unknown-node", f"no fork at {at!r}", where="--at", next_action=f"name one of: {known}")
     if target.exists():
         raise UsageError("exists", "the folder is there already", where=str(target), next_action="name another --to")
-    before = nodes[: nodes.index(at)]
+    later = descendants(at) | {at}
+    before = [node for node in nodes if node not in later]
+    needed = [node for node in before if at in descendants(node)]
     done = {visit.node for visit in visits(run_dir) if visit.end in ("finished", "unchanged")}
-    if missing := [node for node in before if node not in done]:
+    if missing := [node for node in needed if node not in done]:
         raise RunError(
             "not-reached",
             f"the run has not finished {', '.join(missing)}",

@@ -88,6 +88,12 @@ LIBRARIES = (
     ("optuna", "strategy search", "only workers run here, from an approved plan"),
     ("triton", "fused kernels", "eager and torch.compile are all there is"),
     ("tensorboard", "run metrics for TensorBoard", "metrics are kept as JSON lines only"),
+    ("fastapi", "review page in the browser", "plans are reviewed in the terminal; extra `review` brings it"),
+    ("psycopg", "workflow state in PostgreSQL", "state lies in the run folder; extra `postgres` brings it"),
+    ("ray", "runs through Ray Train", "`--launch ray` is refused; pip install ray[train]"),
+    ("opentelemetry-sdk", "metrics to OpenTelemetry", "OTEL_EXPORTER_OTLP_ENDPOINT is not served"),
+    ("mlflow", "metrics to MLflow", "MLFLOW_TRACKING_URI is not served"),
+    ("wandb", "metrics to Weights & Biases", "WANDB_PROJECT is not served"),
 )
 
 
@@ -102,7 +108,9 @@ def _libraries() -> tuple[Finding, ...]:
 def _compilers() -> tuple[Finding, ...]:
     host = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
     ptxas = shutil.which("ptxas") or _bundled_ptxas()
+    slurm = shutil.which("sbatch")
     return (
+        _finding("slurm", slurm is not None, slurm or "", "jobs can be submitted here", "`--launch slurm` is refused"),
         _finding(
             "c++", host is not None, host or "", "torch.compile on CPU works", "torch.compile on CPU is not offered"
         ),

@@ -11,13 +11,14 @@ from shardwright.schemas.cost import CostReport
 from shardwright.schemas.errors import InfeasibleError, LegalityError
 from shardwright.schemas.fusion import FusionDecision, FusionProposal
 from shardwright.schemas.graph import OpGraph
+from shardwright.schemas.llm import LlmRecord
 from shardwright.schemas.lora import LoraTarget
 from shardwright.schemas.plan import AdaptationPlan, Alternative, DataPin, Decision, Evidence, Provenance, SearchRecord
 from shardwright.schemas.profile import CheckpointProfile
 from shardwright.schemas.recipe import Recipe
 from shardwright.schemas.strategy import ParallelStrategy
 from shardwright.workflows.environment import tool_versions, worker_environment
-from shardwright.workflows.report.units import duration
+from shardwright.workflows.report.units import duration, plural, size
 from shardwright.workflows.stages import Stages
 
 
@@ -144,8 +145,13 @@ def assemble(
     alternatives: tuple[Alternative, ...],
     record: SearchRecord,
     explanation: tuple[str, ...],
+    advice: LlmRecord | None = None,
 ) -> AdaptationPlan:
-    """The sealed plan of a fresh search."""
+    """The sealed plan of a fresh search.
+
+    Args:
+        advice: a language model's part in it.
+    """
     profile, recipe, cluster = inputs.profile, inputs.recipe, inputs.cluster
     decision = Decision(
         model_type=profile.model_type,
@@ -172,18 +178,22 @@ def assemble(
             cluster_digest=inputs.cluster_ref.digest,
             recipe_digest=sha256_of(recipe),
             graph_digest=sha256_of(inputs.graph),
+            llm="off" if advice is None else advice.text(),
+            llm_record=advice,
         ),
-        explanation=(*explanation, *_after_fusion(joined)),
+        explanation=(*_with_fusions(joined), *explanation),
     )
     return AdaptationPlan.seal(decision, evidence)
 
 
-def _after_fusion(joined: Joined) -> tuple[str, ...]:
+def _with_fusions(joined: Joined) -> tuple[str, ...]:
     """The search prices every strategy unfused; where kernels are installed, say what the plan's own step is."""
     installed = sum(fusion.provider != "eager" for fusion in joined.fusions)
     if not installed:
         return ()
+    step, memory = duration(joined.cost.time.step_ms), size(joined.cost.memory.reserved_bytes)
     return (
-        f"The times above are without fused operators; with the {installed} installed here the step is "
-        f"{duration(joined.cost.time.step_ms)}, the figure in the plan's cost.",
+        f"With the {plural(installed, 'fused operator')} installed here a step takes {step} and a "
+        f"rank reserves {memory}. Strategies are compared without them, and so are the "
+        "figures that follow.",
     )

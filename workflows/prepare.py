@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwright.checkpoints.marker import HEADERS_ONLY
 from shardwright.schemas.approval import find_approval, read_log, verify_approval
 from shardwright.schemas.canonical import canonical_bytes, sha256_file
 from shardwright.schemas.errors import CheckpointError, RunError, StalePlanError, UsageError
@@ -16,7 +18,9 @@ from shardwright.workflows.artifacts import ArtifactStore
 from shardwright.workflows.context import AdaptState
 from shardwright.workflows.request import (
     Goal,
+    LlmRequest,
     Request,
+    SearchRequest,
     default_run_dir,
     file_sha256,
     load_recipe,
@@ -36,15 +40,29 @@ class Prepared:
 
 
 def fresh_request(
-    goal: Goal, checkpoint: Path, cluster: str, recipe: Path, trials: int, stages: Stages | None = None
+    goal: Goal,
+    checkpoint: Path,
+    cluster: str,
+    recipe: Path,
+    trials: int,
+    stages: Stages | None = None,
+    search: SearchRequest | None = None,
+    offline: bool = False,
+    llm: LlmRequest | None = None,
 ) -> Request:
     """The request of ``plan`` and ``adapt``; recipe and cluster are read here, so their faults show at once.
+
+    Args:
+        checkpoint: a folder, or ``hf://org/model@revision``, of which the headers are fetched.
+        search: how the search goes beyond its defaults.
+        offline: refuse what another machine would have to answer.
+        llm: which language model is asked.
 
     Raises:
         CheckpointError, RecipeError, ClusterError: an input is missing or wrong.
     """
-    folder = _checkpoint_folder(checkpoint)
     read = load_recipe(recipe)
+    folder = checkpoint_folder(checkpoint, offline=offline)
     spec = (stages or Stages()).load_cluster(cluster)
     as_path = Path(cluster)
     return Request(
@@ -57,6 +75,8 @@ def fresh_request(
         cluster_sha256=cluster_sha256(spec),
         trials=trials,
         name=_name(read.name),
+        search=search,
+        llm=llm,
     )
 
 
@@ -82,6 +102,7 @@ def approved_start(
     if other_approver:
         demand_other_approver(log, plan)
     folder = _checkpoint_folder(checkpoint)
+    demand_weights(folder)
     request = Request(
         goal="apply",
         checkpoint=str(folder),
@@ -159,7 +180,62 @@ def _data_places(plan_file: Path, checkpoint: Path) -> list[Path]:
     return [*places, beside, checkpoint.parent, checkpoint, Path.cwd()]
 
 
+def checkpoint_folder(checkpoint: Path, *, offline: bool = False) -> Path:
+    """The folder of a checkpoint: one that is here, or that of the fetched headers of an ``hf://`` address.
+
+    Raises:
+        CheckpointError: ``offline``, ``missing-folder``, or as ``checkpoints.hub``.
+    """
+    from shardwright.checkpoints.hub import resolve_checkpoint
+
+    if offline and on_hub(checkpoint):
+        raise CheckpointError(
+            "offline",
+            "the checkpoint is on a hub, and --offline asks no other machine",
+            where=_address(checkpoint),
+            next_action="name a local folder, or leave --offline out",
+        )
+    return _checkpoint_folder(resolve_checkpoint(checkpoint))
+
+
+def on_hub(checkpoint: Path) -> bool:
+    """Whether a checkpoint is named by address."""
+    return str(checkpoint).startswith("hf:/")
+
+
+def _address(checkpoint: Path) -> str:
+    """An address whose two slashes a path type has folded into one."""
+    return "hf://" + str(checkpoint).removeprefix("hf:").lstrip("/")
+
+
+def demand_weights(folder: Path) -> None:
+    """The folder holds weights, not only their headers.
+
+    Raises:
+        CheckpointError: ``headers-only``, with the command that fetches them.
+    """
+    marker = folder / HEADERS_ONLY
+    if not marker.is_file():
+        return
+    facts = json.loads(marker.read_bytes())
+    repo = str(facts["address"]).removeprefix("hf://").partition("@")[0]
+    raise CheckpointError(
+        "headers-only",
+        "only the headers of this checkpoint were fetched; training needs its weights",
+        where=str(facts["address"]),
+        next_action=f"`hf download {repo} --revision {facts['commit']} --local-dir DIR`, then `shardwright apply PLAN "
+        "--checkpoint DIR`: the plan holds for that copy",
+    )
+
+
 def _checkpoint_folder(checkpoint: Path) -> Path:
+    if on_hub(checkpoint):
+        raise CheckpointError(
+            "headers-only",
+            "an address has no weights to train with",
+            where=_address(checkpoint),
+            next_action="download the checkpoint, and name its folder",
+        )
     if not checkpoint.is_dir():
         raise CheckpointError(
             "missing-folder", "no such folder", where=str(checkpoint), next_action="name the folder with config.json"

@@ -7,14 +7,35 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from shardwright.schemas.base import Identifier, Model, PositiveInt, Sha256
+from shardwright.schemas.base import Identifier, Model, Positive, PositiveInt, Sha256, added
 from shardwright.schemas.canonical import pretty_bytes, sha256_hex, sha256_of
 from shardwright.schemas.errors import RecipeError, RunError, UsageError
 from shardwright.schemas.files import write_atomic
+from shardwright.schemas.llm import LlmEndpoint, LlmMode
 from shardwright.schemas.recipe import Recipe
 from shardwright.schemas.validation import explain, parse_yaml
 
 Goal = Literal["plan", "adapt", "apply"]
+
+
+class SearchRequest(Model):
+    """How the search goes beyond its defaults. Files are pinned by hash."""
+
+    calibration: str = ""
+    calibration_sha256: Sha256 | None = None
+    load_profile: str = ""
+    load_profile_sha256: Sha256 | None = None
+    explore: bool = False
+    time_budget_s: Positive | None = None
+
+
+class LlmRequest(Model):
+    """Which language model is asked, or which recording of one is played again."""
+
+    mode: LlmMode
+    endpoint: LlmEndpoint
+    replay: str = ""
+    replay_sha256: Sha256 | None = None
 
 
 class Request(Model):
@@ -33,6 +54,9 @@ class Request(Model):
     name: Identifier = "run"
     plan_sha256: Sha256 | None = None
     """Of the plan file's bytes, where the run starts from a plan (``apply``)."""
+    search: SearchRequest | None = added(None)
+    llm: LlmRequest | None = added(None)
+    """``None``: rules alone."""
 
     def key(self) -> str:
         return sha256_of(self)

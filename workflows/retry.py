@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from shardwright.schemas.errors import RunError
+
 T = TypeVar("T")
 
 ATTEMPTS = 3
@@ -25,11 +27,19 @@ def passing(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in PASSING
 
 
-def tried_again(work: Callable[[], T], tell: Callable[[str], None], sleep: Callable[[float], None] = time.sleep) -> T:
+def tried_again(
+    work: Callable[[], T],
+    tell: Callable[[str], None],
+    sleep: Callable[[float], None] = time.sleep,
+    where: str = "workflow",
+) -> T:
     """Do the work, at most three times.
 
     Args:
         tell: told each cause that passed, with the wait before the next attempt.
+
+    Raises:
+        RunError: ``kept-failing``, with the cause of the last attempt.
     """
     wait = FIRST_WAIT_S
     for attempt in range(1, ATTEMPTS):
@@ -41,4 +51,14 @@ def tried_again(work: Callable[[], T], tell: Callable[[str], None], sleep: Calla
             tell(f"{type(error).__name__}: {error}; attempt {attempt} of {ATTEMPTS}, again in {wait:g} s")
         sleep(wait)
         wait *= 2
-    return work()
+    try:
+        return work()
+    except OSError as error:
+        if not passing(error):
+            raise
+        raise RunError(
+            "kept-failing",
+            f"{type(error).__name__}: {error}, {ATTEMPTS} times",
+            where=where,
+            next_action="mend the network or file system, then start the same command again: it goes on from here",
+        ) from error

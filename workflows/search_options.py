@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardwright.schemas.canonical import sha256_file
 from shardwright.schemas.cluster import Calibration, ClusterSpec
 from shardwright.schemas.cost import CostReport
-from shardwright.schemas.errors import UsageError
+from shardwright.schemas.errors import RunError, UsageError
 from shardwright.schemas.lora import LoraTarget
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.profile import CheckpointProfile
 from shardwright.schemas.recipe import Recipe
 from shardwright.schemas.run import RunRecord
 from shardwright.schemas.strategy import ParallelStrategy
+from shardwright.workflows.request import Request, SearchRequest
 from shardwright.workflows.stages import Decisions, SearchResult, Stages
 
 Loads = tuple[tuple[float, ...], ...]
@@ -28,24 +30,70 @@ class SearchOptions:
     explore: bool = False
     time_budget_s: float | None = None
 
-    @classmethod
-    def read(
-        cls, calibration: Path | None, load_profile: Path | None, explore: bool, time_budget_s: float | None
-    ) -> SearchOptions:
-        """From the command line's values.
-
-        Raises:
-            ClusterError: the calibration is unreadable or wrong.
-            UsageError: ``no-loads``: the run has recorded no expert loads.
-        """
-        from shardwright.search_spaces.calibration import load_calibration
-
-        curves = load_calibration(calibration) if calibration else None
-        return cls(curves, expert_shares(load_profile) if load_profile else (), explore, time_budget_s)
-
     @property
     def default(self) -> bool:
         return self == SearchOptions()
+
+
+def search_request(
+    calibration: Path | None, load_profile: Path | None, explore: bool = False, time_budget_s: float | None = None
+) -> SearchRequest | None:
+    """The command line's values, files pinned by hash; ``None`` where nothing was given.
+
+    Raises:
+        ClusterError: the calibration is unreadable or wrong.
+        UsageError: ``no-loads``: the run has recorded no expert loads.
+    """
+    if calibration is None and load_profile is None and not explore and time_budget_s is None:
+        return None
+    loads = None if load_profile is None else record_file(load_profile)
+    asked = SearchRequest(
+        calibration="" if calibration is None else str(calibration.resolve()),
+        calibration_sha256=None if calibration is None or not calibration.is_file() else sha256_file(calibration),
+        load_profile="" if loads is None else str(loads.resolve()),
+        load_profile_sha256=None if loads is None or not loads.is_file() else sha256_file(loads),
+        explore=explore,
+        time_budget_s=time_budget_s,
+    )
+    options_of(asked)
+    return asked
+
+
+def options_of(asked: SearchRequest | None) -> SearchOptions:
+    """Read what a request names.
+
+    Raises:
+        ClusterError, UsageError: as :func:`search_request`.
+        RunError: ``changed-input``: a file is not the one that the run began with.
+    """
+    from shardwright.search_spaces.calibration import load_calibration
+
+    if asked is None:
+        return SearchOptions()
+    curves = load_calibration(Path(asked.calibration)) if asked.calibration else None
+    shares = expert_shares(Path(asked.load_profile)) if asked.load_profile else ()
+    for path, wanted in (
+        (asked.calibration, asked.calibration_sha256),
+        (asked.load_profile, asked.load_profile_sha256),
+    ):
+        if path and sha256_file(Path(path)) != wanted:
+            raise RunError(
+                "changed-input",
+                "the file is not the one that this run began with",
+                where=path,
+                next_action="restore it, or start a new run with the file as it is now",
+            )
+    return SearchOptions(curves, shares, asked.explore, asked.time_budget_s)
+
+
+def stages_for(request: Request) -> Stages:
+    """The work that a request asks for."""
+    return stages_with(options_of(request.search))
+
+
+def record_file(run_dir: Path) -> Path:
+    """A run's record, given its folder or the file itself."""
+    return run_dir / "run.json" if run_dir.is_dir() else run_dir
 
 
 def expert_shares(run_dir: Path) -> Loads:
@@ -54,7 +102,7 @@ def expert_shares(run_dir: Path) -> Loads:
     Raises:
         UsageError: ``no-loads``, where there is no record or it holds no loads.
     """
-    path = run_dir / "run.json" if run_dir.is_dir() else run_dir
+    path = record_file(run_dir)
     record = RunRecord.model_validate_json(path.read_bytes()) if path.is_file() else None
     layers = [layer.tokens for layer in record.expert_loads if sum(layer.tokens)] if record else []
     if not layers:
@@ -79,6 +127,7 @@ def stages_with(options: SearchOptions) -> Stages:
         targets: tuple[LoraTarget, ...],
         trials: int,
         journal: Path,
+        advised: tuple[ParallelStrategy, ...] = (),
     ) -> SearchResult:
         from shardwright.agents.strategy.run import run_search
 
@@ -94,6 +143,7 @@ def stages_with(options: SearchOptions) -> Stages:
             explore=options.explore,
             loads=options.loads,
             time_budget_s=options.time_budget_s,
+            advised=advised,
         )
 
     def violations(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from shardwright.schemas.advice import LlmAdvice
 from shardwright.schemas.canonical import sha256_of
 from shardwright.schemas.cluster import ClusterRef, ClusterSpec
 from shardwright.schemas.cost import CostReport
@@ -18,6 +19,7 @@ from shardwright.schemas.profile import CheckpointProfile
 from shardwright.schemas.recipe import LoraSpec, Recipe
 from shardwright.schemas.run import AdapterFacts, CheckResult
 from shardwright.schemas.strategy import ParallelStrategy
+from shardwright.workflows.request import LlmRequest
 
 
 class StructureResult(Protocol):
@@ -86,10 +88,38 @@ def _search(
     targets: tuple[LoraTarget, ...],
     trials: int,
     journal: Path,
+    advised: tuple[ParallelStrategy, ...] = (),
 ) -> SearchResult:
     from shardwright.agents.strategy.run import run_search
 
-    return run_search(profile, recipe, cluster, targets, trials=trials, seed=recipe.seeds.search, journal=journal)
+    seed = recipe.seeds.search
+    return run_search(profile, recipe, cluster, targets, trials=trials, seed=seed, journal=journal, advised=advised)
+
+
+def _advise(
+    folder: Path,
+    profile: CheckpointProfile,
+    recipe: Recipe,
+    cluster: ClusterSpec,
+    targets: tuple[LoraTarget, ...],
+    asked: LlmRequest,
+    recording: Path,
+) -> LlmAdvice:
+    from shardwright.agents.llm.consult import consult
+    from shardwright.workflows.advising import wire_for
+
+    wire = wire_for(asked)
+    return consult(
+        folder,
+        profile,
+        recipe,
+        cluster,
+        targets,
+        mode=asked.mode,
+        endpoint=asked.endpoint,
+        wire=wire,
+        recording=recording,
+    )
 
 
 def _recertify(
@@ -157,9 +187,11 @@ class Stages:
     profile: Callable[[Path], CheckpointProfile] = _profile
     targets: Callable[[Path, LoraSpec], tuple[LoraTarget, ...]] = _targets
     structure: Callable[[Path, CheckpointProfile, ClusterSpec, Recipe], StructureResult] = _structure
-    search: Callable[[CheckpointProfile, Recipe, ClusterSpec, tuple[LoraTarget, ...], int, Path], SearchResult] = (
-        _search
-    )
+    search: Callable[..., SearchResult] = _search
+    """(profile, recipe, cluster, targets, trials, journal), and ``advised`` plans to start from where there are any."""
+    advise: Callable[
+        [Path, CheckpointProfile, Recipe, ClusterSpec, tuple[LoraTarget, ...], LlmRequest, Path], LlmAdvice
+    ] = _advise
     recertify: Callable[[Proposals, ParallelStrategy, ClusterSpec, Recipe], tuple[Proposals, Decisions]] = _recertify
     violations: Callable[[CheckpointProfile, Recipe, ClusterSpec, ParallelStrategy], tuple[str, ...]] = _violations
     estimate: Callable[

@@ -13,6 +13,7 @@ from shardwright.schemas.canonical import sha256_file, sha256_of
 from shardwright.schemas.errors import ExitCode, ShardwrightError
 from shardwright.schemas.files import write_atomic
 from shardwright.schemas.policy import Policy
+from shardwright.workflows.cache import NodeCache
 from shardwright.workflows.drive import drive
 from shardwright.workflows.environment import tool_versions
 from shardwright.workflows.lock import RunLock
@@ -57,6 +58,8 @@ class Watch:
     stages: Stages
     kernels: Callable[[], dict[str, str]]
     """Operator → hash of its sources."""
+    cache: NodeCache | None = None
+    """What other runs on this machine have worked out."""
 
     def world(self) -> dict[str, str]:
         """Everything beside a checkpoint that an adaptation depends on."""
@@ -120,7 +123,7 @@ def _adapt(watch: Watch, folder: Path, key: str) -> Seen:
     run_dir = watch.out / f"{folder.name}-{key[:12]}"
     try:
         request = fresh_request("adapt", folder, watch.cluster, watch.recipe, watch.trials, watch.stages)
-        drive(request, run_dir, stages=watch.stages, policy=watch.policy)
+        drive(request, run_dir, stages=watch.stages, policy=watch.policy, cache=watch.cache)
     except ShardwrightError as error:
         status = {ExitCode.NEEDS_APPROVAL: "waiting", ExitCode.POLICY_DENIED: "denied"}.get(error.exit_code, "failed")
         return Seen.model_validate(

@@ -45,7 +45,9 @@ class Pricer:
         fusions: Sequence[FusionDecision] = (),
         calibration: Calibration | None = None,
     ) -> Pricer:
-        return cls(work, cluster, FusedProviders.of(fusions), calibration)
+        """Without decisions everything is priced eagerly: the joined plan may be cheaper, never dearer."""
+        fused = FusedProviders.of(fusions)
+        return cls(work, cluster, fused, calibration)
 
     def report(self, strategy: ParallelStrategy) -> CostReport:
         return price(self.work, self.cluster, strategy, self.fused, self.calibration)

@@ -60,6 +60,7 @@ def run_search(
     loads: Loads = (),
     time_budget_s: float | None = None,
     warm_start: bool = True,
+    advised: tuple[ParallelStrategy, ...] = (),
     progress: Progress | None = None,
 ) -> SearchResult:
     """Find the fastest strategy that fits: scan all, refine the best, and study the joint space beside it.
@@ -70,6 +71,7 @@ def run_search(
     Args:
         explore: also consider values that the runtime does not run; such a plan cannot be applied.
         loads: measured share of rows by MoE layer and expert; a stated prior where empty.
+        advised: legal plans that the study also starts from; the scan does not depend on them.
         warm_start: begin the study with common habits and the scan's best.
         progress: told (trials done, trials wanted).
 
@@ -100,6 +102,7 @@ def run_search(
         }
     )
     start = (*habits(context), *(plan.strategy for plan in found.top(WARM_PLANS)), best.strategy) if warm_start else ()
+    start = (*advised, *start)
     study = run_study(
         context,
         _cached(pricer),

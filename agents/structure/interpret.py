@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.overrides import TorchFunctionMode
 
+from shardwright.agents.structure.opaque_rules import run_rule
 from shardwright.agents.structure.region import Region
 
 LARGE = 256
@@ -38,22 +40,30 @@ class Sizes:
 
 
 def choose_sizes(region: Region) -> Sizes:
-    """Small sizes for the large dimensions of a region's values."""
+    """Small sizes for the large dimensions of a region's values; a size keeps its relation to its half.
+
+    Where the half is a dimension of its own and stays as it is (it is not large), the size stays too: a cut in the
+    middle must fall in the middle.
+    """
     found: set[int] = set()
     for node in (*region.border, *region.nodes):
         value = node.meta.get("val")
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(tensor, torch.Tensor):
-                found |= {int(s) for s in tensor.shape if int(s) > LARGE}
+                found |= {int(s) for s in tensor.shape}
     small: dict[int, int] = {}
-    for position, size in enumerate(sorted(found)):
+    for position, size in enumerate(sorted(s for s in found if s > LARGE)):
         half = size // 2
-        small[size] = 2 * small[half] if size % 2 == 0 and half in small else 16 * (position + 2) + 8
+        halved = size % 2 == 0 and half in found
+        small[size] = 2 * small.get(half, half) if halved else 16 * (position + 2) + 8
     return Sizes(small)
 
 
 class Fp64Region(torch.nn.Module):
     """The region as a function of fp64 (or integer) tensors by role."""
+
+    widen = True
+    """Whether floating casts become fp64."""
 
     def __init__(self, region: Region, sizes: Sizes) -> None:
         super().__init__()
@@ -76,9 +86,9 @@ class Fp64Region(torch.nn.Module):
             if isinstance(value, fx.Node):
                 return env[value]
             if isinstance(value, torch.dtype):
-                return torch.float64 if value in _FLOATS else value
+                return torch.float64 if self.widen and value in _FLOATS else value
             if isinstance(value, torch.device):
-                return torch.device("cpu")
+                return next((t.device for t in env.values() if isinstance(t, torch.Tensor)), torch.device("cpu"))
             if isinstance(value, int) and not isinstance(value, bool) and is_size:
                 return self.sizes.of(value + 1) - 1 if name == "clamp" else self.sizes.of(value)
             if isinstance(value, (list, tuple)):
@@ -87,4 +97,24 @@ class Fp64Region(torch.nn.Module):
 
         args = [plain(a, rescale) for a in node.args]
         kwargs = {k: plain(v, rescale) for k, v in node.kwargs.items()}
+        if name == "delta_rule":
+            *values, rule, unit = args
+            with KeepFp64():
+                return run_rule(rule, tuple(values), unit=unit)
         return node.target(*args, **kwargs)
+
+
+class KeepFp64(TorchFunctionMode):
+    """While open, a class's own widening to fp32 leaves fp64 as it is: compared is the function, not its rounding."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.float and args[0].dtype == torch.float64:
+            return args[0]
+        if func is torch.Tensor.to and args[0].dtype == torch.float64:
+            wanted = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype)]
+            if wanted and wanted[0].is_floating_point:
+                return args[0]
+        if kwargs.get("dtype") in (torch.float32, torch.bfloat16):
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)

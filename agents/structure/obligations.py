@@ -15,9 +15,9 @@ import torch
 from shardwright.agents.structure.capture import CAPTURE_ERRORS
 from shardwright.agents.structure.differential import TOLERANCE, compare
 from shardwright.agents.structure.facts import ModelFacts
-from shardwright.agents.structure.interpret import Fp64Region, choose_sizes
+from shardwright.agents.structure.interpret import Fp64Region
 from shardwright.agents.structure.kernel_oracle import kernel_reference
-from shardwright.agents.structure.patterns.base import Match
+from shardwright.agents.structure.patterns.base import Match, Tensors
 from shardwright.agents.structure.region import canonical_region, escaping
 from shardwright.agents.structure.retrace import first_difference, retrace
 from shardwright.schemas.fusion import Obligation, ObligationName
@@ -50,7 +50,7 @@ def no_mutation_or_alias(match: Match, facts: ModelFacts) -> tuple[Status, str]:
             where = "inside" if inside or mutation.position < last else "after"
             return "refuted", f"{mutation.node.name} writes in place to a value of the region, {where} it"
     inputs = {role: node for node, role in match.region.border.items()}
-    roles = sorted(inputs)
+    roles = [] if match.pattern.reads_views else sorted(inputs)
     for i, one in enumerate(roles):
         for other in roles[i + 1 :]:
             if inputs[one] is not inputs[other] and storages.share(inputs[one], inputs[other]):
@@ -173,12 +173,14 @@ def re_trace(match: Match, facts: ModelFacts) -> tuple[Status, str]:
 def differential_test(match: Match, facts: ModelFacts) -> tuple[Status, str]:
     if match.seam:
         return "unknown", "the sum and the norm lie in two captures"
-    sizes, trained = choose_sizes(match.region), match.pattern.gradients(match)
-    cases, region = match.pattern.cases(match, sizes), Fp64Region(match.region, sizes)
+    sizes, trained = match.pattern.sizes(match), match.pattern.gradients(match)
+    cases, whole = match.pattern.cases(match, sizes), Fp64Region(match.region, sizes)
+
+    def region(values: Tensors) -> Tensors:
+        return match.pattern.comparable(whole(values), match)
+
     try:
-        seen = compare(
-            region, lambda v: match.pattern.oracle(v, match.constants), cases, match.pattern.gradients(match)
-        )
+        seen = compare(region, lambda v: match.pattern.oracle(v, match.constants), cases, trained)
         kernel = kernel_reference(match)
         beside = ""
         if kernel is not None:

@@ -113,8 +113,8 @@ def _unavailable(match: Match, spec: VariantSpec, target: Target, adapted: bool)
         return f"computes {' or '.join(spec.forms)}; the region is {match.constants.get('form')}"
     if refused := match.pattern.refuses(match, spec):
         return refused
-    if adapted and spec.predicate.lora_inside is False:
-        return "a LoRA target lies inside the region"
+    if adapted and (refused := match.pattern.refuses_adapter(spec, target.recipe.lora)):
+        return refused
     if match.parameters and not target.packings <= {*spec.predicate.packing, "plain"}:
         return f"weights are stored as {', '.join(sorted(target.packings))}"
     if spec.provider == "shardwright":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -100,8 +101,9 @@ def escaping(region: Region) -> tuple[tuple[fx.Node, fx.Node], ...]:
 
 
 def _reads(user: fx.Node) -> bool:
-    """Whether a user takes the value itself; tracing assertions on its dtype do not."""
-    return "_assert" not in str(user.target)
+    """Whether a user takes the value itself; tracing assertions and results of a call that nobody uses do not."""
+    unused = user.target is operator.getitem and not user.users
+    return "_assert" not in str(user.target) and not unused
 
 
 def standalone(region: Region) -> fx.Graph:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from shardwright.agents.structure.canonical import canonical_graphs, layer_graph, opaque_layer
-from shardwright.agents.structure.capture import capture_model
-from shardwright.agents.structure.facts import observe, versions
+from shardwright.agents.structure.canonical import CanonicalGraph, canonical_graphs, layer_graph, opaque_layer
+from shardwright.agents.structure.capture import CapturedGraph, capture_model
+from shardwright.agents.structure.facts import ModelFacts, observe, versions
+from shardwright.agents.structure.patterns import Match
 from shardwright.agents.structure.propose import find_matches, propose
 from shardwright.agents.structure.rank import Target, shipped_evidence
 from shardwright.agents.structure.skeleton import SEQUENCE, find_layers
@@ -28,6 +29,39 @@ class StructureResult:
 
     graph: OpGraph
     proposals: tuple[FusionProposal, ...]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint's model, captured and matched, before anything is proposed."""
+
+    pairs: tuple[tuple[CapturedGraph, CanonicalGraph | None], ...]
+    matches: tuple[Match, ...]
+    facts: ModelFacts
+    target: Target
+
+
+def open_structure(
+    folder: Path,
+    profile: CheckpointProfile,
+    cluster: ClusterSpec,
+    recipe: Recipe,
+    evidence_path: Path | None = None,
+) -> Opened:
+    """Capture and match; arguments and errors as ``run_structure``."""
+    from shardwright.checkpoints.build import build_on_meta
+    from shardwright.checkpoints.targets import resolve_targets
+
+    model = build_on_meta(folder, CAPTURE_DTYPE)
+    shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    targets = resolve_targets(shapes, recipe.lora, model_type=profile.model_type)
+    layers_path, layers = find_layers(model, profile.shape.num_layers)
+    units = [f"{layers_path}.{index}" for index in range(len(layers))]
+    facts = observe(model, units, targets, profile.tied_weights)
+    captured = capture_model(model, profile.layer_kinds, profile.shape.num_layers)
+    pairs = canonical_graphs(captured)
+    evidence = (*shipped_evidence(), *((evidence_path,) if evidence_path is not None else ()))
+    return Opened(pairs, find_matches(pairs), facts, Target(cluster, profile, recipe, evidence))
 
 
 def run_structure(
@@ -51,20 +85,9 @@ def run_structure(
         LegalityError: a LoRA target matches nothing.
         ClusterError: the device has no rate for the recipe's format.
     """
-    from shardwright.checkpoints.build import build_on_meta
-    from shardwright.checkpoints.targets import resolve_targets
-
-    model = build_on_meta(folder, CAPTURE_DTYPE)
-    shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
-    targets = resolve_targets(shapes, recipe.lora, model_type=profile.model_type)
-    layers_path, layers = find_layers(model, profile.shape.num_layers)
-    units = [f"{layers_path}.{index}" for index in range(len(layers))]
-    facts = observe(model, units, targets, profile.tied_weights)
-    captured = capture_model(model, profile.layer_kinds, profile.shape.num_layers)
-    pairs = canonical_graphs(captured)
-    evidence = (*shipped_evidence(), *((evidence_path,) if evidence_path is not None else ()))
-    proposals = propose(find_matches(pairs), facts, Target(cluster, profile, recipe, evidence))
-    graphs = tuple(layer_graph(one, form) if form is not None else opaque_layer(one) for one, form in pairs)
+    opened = open_structure(folder, profile, cluster, recipe, evidence_path)
+    proposals = propose(opened.matches, opened.facts, opened.target)
+    graphs = tuple(layer_graph(one, form) if form is not None else opaque_layer(one) for one, form in opened.pairs)
     found = versions()
     graph = OpGraph(
         layers=graphs,

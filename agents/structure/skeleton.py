@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardwright.agents.structure.opaque import OpaqueExperts, like_meta
+from shardwright.agents.structure.opaque_rules import opaque_rules
 from shardwright.agents.structure.trace import TRACE_ERRORS
 from shardwright.checkpoints.components import component_of
 from shardwright.schemas.errors import CheckpointError
@@ -109,7 +110,11 @@ def _try_out(layer: nn.Module, inputs: LayerInputs, hidden: torch.Tensor) -> Lay
     """What the real layer returns on meta, outside the trace; bare hidden states where it cannot run there."""
     args, kwargs = inputs.rebuild(inputs.tensors)
     try:
-        with torch.utils._python_dispatch._disable_current_modes(), OpaqueExperts(layer).installed():
+        with (
+            torch.utils._python_dispatch._disable_current_modes(),
+            OpaqueExperts(layer).installed(),
+            opaque_rules(layer),
+        ):
             return LayerResult.of(layer(*args, **kwargs), hidden)
     except TRACE_ERRORS:
         return LayerResult.of(hidden, hidden)

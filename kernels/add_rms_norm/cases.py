@@ -76,7 +76,7 @@ def sweep_backward(
     y = add_rms_norm_reference(leaf, torch.zeros_like(leaf), weight.double(), EPS)
     torch.autograd.backward(y, [dy[-256:].double(), dtotal[-256:].double()])
     assert leaf.grad is not None
-    run = lambda launch: op.launch_backward(dy, dtotal, total, weight, rstd, dx, dweight, launch)  # noqa: E731
+    run = lambda launch: op.launch_backward(dy, dtotal, total, weight, rstd, EPS, dx, dweight, launch)  # noqa: E731
     return run, [(dx, leaf.grad)]
 
 
@@ -88,7 +88,7 @@ def compile_cases() -> tuple[CompileCase, ...]:
             found.append(row_case("add_rms_norm_fwd", add_rms_norm_fwd_kernel, H, dtype, configs.forward(H)))
             for learns in (True, False):
                 name = f"add_rms_norm_bwd/{'dw' if learns else 'frozen'}"
-                flags = {"WEIGHT_GRADIENT": learns, "RESIDUAL_GRADIENT": True}
+                flags = {"SINGLE": False, "WEIGHT_GRADIENT": learns, "RESIDUAL_GRADIENT": True}
                 found.append(row_case(name, add_rms_norm_bwd_kernel, H, dtype, configs.backward(H), **flags))
     return tuple(found)
 

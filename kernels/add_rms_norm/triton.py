@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from shardwright.kernels.rms_norm.triton import norm_gradient
+
 
 @triton.jit(do_not_specialize=["T"])
 def add_rms_norm_fwd_kernel(
@@ -58,6 +60,8 @@ def add_rms_norm_bwd_kernel(
     partial_ptr,
     T,
     H,
+    eps,
+    SINGLE: tl.constexpr,
     RESIDUAL_GRADIENT: tl.constexpr,
     WEIGHT_GRADIENT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -81,8 +85,7 @@ def add_rms_norm_bwd_kernel(
         rstd = tl.load(rstd_ptr + rows, mask=rows < T, other=0.0)
         normalised = total * rstd[:, None]
         scaled = dy * weight.to(tl.float32)[None, :]
-        along = tl.sum(scaled * normalised, axis=1) / H
-        dx = (scaled - normalised * along[:, None]) * rstd[:, None]
+        dx = norm_gradient(scaled, normalised, rstd, eps, H, SINGLE)
         if RESIDUAL_GRADIENT:
             dx += tl.load(dtotal_ptr + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + at, dx.to(weight.dtype), mask=mask)

@@ -71,7 +71,7 @@ def sweep_backward(
     y = gated_rms_norm_reference(leaves[0], leaves[1], weight.double(), EPS, ACTIVATION)
     exact = torch.autograd.grad(y, leaves, dy[-256:].double())
     run = lambda launch: op.launch_backward(  # noqa: E731
-        dy, x, gate, weight, rstd, False, dx, dgate, dweight, launch
+        dy, x, gate, weight, rstd, EPS, False, dx, dgate, dweight, launch
     )
     return run, [(dx, exact[0]), (dgate, exact[1])]
 
@@ -106,7 +106,7 @@ def compile_cases() -> tuple[CompileCase, ...]:
         found.append(row_case(name, gated_rms_norm_fwd_kernel, D, dtype, weight, forward, SILU=silu))
         for learns in (True, False):
             name = f"gated_rms_norm_bwd/{gate}/{'dw' if learns else 'frozen'}"
-            flags = {"SILU": silu, "WEIGHT_GRADIENT": learns}
+            flags = {"SILU": silu, "SINGLE": False, "WEIGHT_GRADIENT": learns}
             found.append(row_case(name, gated_rms_norm_bwd_kernel, D, dtype, weight, backward, **flags))
     return tuple(found)
 

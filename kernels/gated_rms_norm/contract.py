@@ -5,9 +5,8 @@ Legend: D row width.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 from shardwright.kernels import guards
+from shardwright.kernels.admitted import Strided
 from shardwright.kernels.gated_rms_norm import rows
 from shardwright.kernels.guards import TensorLike, dtype_name, refuse
 from shardwright.kernels.rms_norm.contract import DTYPES
@@ -28,12 +27,6 @@ ROLES = {
 }
 OBLIGATIONS = NORM_OBLIGATIONS
 """As RMSNorm. The activated gate is read by nothing else."""
-
-
-class Strided(TensorLike, Protocol):
-    """A tensor whose layout is looked at too."""
-
-    def stride(self) -> Any: ...
 
 
 def check_static(x: TensorLike, gate: TensorLike, weight: TensorLike, eps: float, activation: str) -> None:

@@ -5,6 +5,7 @@ Legend: R rows, D row width, P programs.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, cast
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwright.kernels import device
+from shardwright.kernels.admitted import Admitted
+from shardwright.kernels.bound import again, key_of, start
 from shardwright.kernels.dispatch import direct, wants_gradient
 from shardwright.kernels.gated_rms_norm import configs, contract
-from shardwright.kernels.gated_rms_norm.admitted import Admitted
 from shardwright.kernels.gated_rms_norm.rows import MOST_STEPS, RowSteps, row_steps, steps
 from shardwright.kernels.gated_rms_norm.triton import gated_rms_norm_bwd_kernel, gated_rms_norm_fwd_kernel
 from shardwright.kernels.guards import VECTOR_BYTES
@@ -40,15 +42,30 @@ def dense_inside(gradient: Tensor) -> Tensor:
 
 
 def launch_forward(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool, y: Tensor, rstd: Tensor, launch: Launch
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    silu: bool,
+    y: Tensor,
+    rstd: Tensor,
+    launch: Launch,
+    key: Hashable = None,
 ) -> None:
     """Fill ``y`` (dense) and ``rstd [R]``; nothing is launched for zero rows."""
     D = weight.shape[0]
     R = x.numel() // D
     if R == 0:
         return
+    tensors = (x, gate, weight, y, rstd)
+    if again(key, tensors):
+        return
     with device.current(x):
-        gated_rms_norm_fwd_kernel[(launch.grid(R, device.multiprocessors(x)),)](
+        start(
+            key,
+            tensors,
+            gated_rms_norm_fwd_kernel,
+            (launch.grid(R, device.multiprocessors(x)),),
             x,
             gate,
             weight,
@@ -73,11 +90,13 @@ def launch_backward(
     gate: Tensor,
     weight: Tensor,
     rstd: Tensor,
+    eps: float,
     silu: bool,
     dx: Tensor,
     dgate: Tensor,
     dweight: Tensor | None,
     launch: Launch,
+    token: object | None = None,
 ) -> None:
     """Fill ``dx`` and ``dgate`` (dense) and, where the weight learns, ``dweight [D]``."""
     D = weight.shape[0]
@@ -87,9 +106,20 @@ def launch_backward(
             dweight.zero_()
         return
     P = launch.grid(R, device.multiprocessors(x))
-    partial = rstd if dweight is None else torch.empty((P, D), dtype=torch.float32, device=x.device)
+    partial = None if dweight is None else torch.empty((P, D), dtype=torch.float32, device=x.device)
+    tensors = (dy, x, gate, weight, rstd, dx, dgate, partial)
+    # A gradient's rows may lie anywhere: the token does not know its strides.
+    key = key_of(token, "bwd", dweight is None, dy.stride())
+    if again(key, tensors):
+        if partial is not None and dweight is not None:
+            reduce_weight_gradient(partial, dweight, key_of(token, "dweight"))
+        return
     with device.current(x):
-        gated_rms_norm_bwd_kernel[(P,)](
+        start(
+            key,
+            tensors,
+            gated_rms_norm_bwd_kernel,
+            (P,),
             dy,
             x,
             gate,
@@ -97,45 +127,63 @@ def launch_backward(
             rstd,
             dx,
             dgate,
-            partial,
+            rstd if partial is None else partial,
             *layout("dy", dy),
             *layout("x", x),
             *layout("gate", gate),
             R,
             D,
+            eps,
             SILU=silu,
+            SINGLE=D == 1,
             WEIGHT_GRADIENT=dweight is not None,
             ROWS=launch.rows,
             COLUMNS=columns(D),
             STAGES=launch.stages,
             num_warps=launch.warps,
         )
-        if dweight is not None:
-            reduce_weight_gradient(partial, dweight)
+        if partial is not None and dweight is not None:
+            reduce_weight_gradient(partial, dweight, key_of(token, "dweight"))
 
 
-def compute_forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> tuple[Tensor, Tensor]:
-    """Guards, then ``y [..., D]`` in x's dtype, dense, and ``rstd [R]`` in fp32."""
-    ADMITTED.check(
+def admit(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> object | None:
+    """All guards; the layout's token."""
+    return ADMITTED.check(
         (x, gate, weight),
         (eps, activation),
         lambda: contract.check(x, gate, weight, eps, activation, interpreted=device.interpreted()),
     )
+
+
+def compute_forward(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str, token: object | None
+) -> tuple[Tensor, Tensor]:
+    """``y [..., D]`` in x's dtype, dense, and ``rstd [R]`` in fp32, of admitted inputs."""
     D = weight.shape[0]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty(x.numel() // D, dtype=torch.float32, device=x.device)
-    launch_forward(x, gate, weight, eps, activation == "silu", y, rstd, configs.forward(D))
+    launch_forward(x, gate, weight, eps, activation == "silu", y, rstd, configs.forward(D), key_of(token, "fwd"))
     return y, rstd
 
 
 def compute_backward(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor, activation: str, weight_gradient: bool
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    eps: float,
+    activation: str,
+    weight_gradient: bool,
+    token: object | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """``dx`` and ``dgate [..., D]``, dense; ``dweight [D]`` (``None`` where the weight is frozen)."""
     dx, dgate = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     dweight = torch.empty_like(weight) if weight_gradient else None
     launch = configs.backward(weight.shape[0])
-    launch_backward(dense_inside(dy), x, gate, weight, rstd, activation == "silu", dx, dgate, dweight, launch)
+    launch_backward(
+        dense_inside(dy), x, gate, weight, rstd, eps, activation == "silu", dx, dgate, dweight, launch, token
+    )
     return dx, dgate, dweight
 
 
@@ -144,16 +192,19 @@ class GatedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
-        y, rstd = compute_forward(x, gate, weight, eps, activation)
+        ctx.token = admit(x, gate, weight, eps, activation)
+        y, rstd = compute_forward(x, gate, weight, eps, activation, ctx.token)
         ctx.save_for_backward(x, gate, weight, rstd)
-        ctx.activation = activation
+        ctx.eps, ctx.activation = eps, activation
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         x, gate, weight, rstd = ctx.saved_tensors
-        dx, dgate, dweight = compute_backward(dy, x, gate, weight, rstd, ctx.activation, ctx.needs_input_grad[2])
+        dx, dgate, dweight = compute_backward(
+            dy, x, gate, weight, rstd, ctx.eps, ctx.activation, ctx.needs_input_grad[2], ctx.token
+        )
         return dx, dgate, dweight, None, None
 
 
@@ -162,7 +213,7 @@ def gated_rms_norm_forward(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str
 ) -> tuple[Tensor, Tensor]:
     """``y [..., D]`` and ``rstd [R]`` as one opaque node for tracers."""
-    return compute_forward(x, gate, weight, eps, activation)
+    return compute_forward(x, gate, weight, eps, activation, admit(x, gate, weight, eps, activation))
 
 
 @gated_rms_norm_forward.register_fake
@@ -173,28 +224,42 @@ def _(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> t
 
 @torch.library.custom_op("shardwright::gated_rms_norm_backward", mutates_args=())
 def gated_rms_norm_backward(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor, activation: str, weight_gradient: bool
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    eps: float,
+    activation: str,
+    weight_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``dx``, ``dgate [..., D]`` and ``dweight [D]`` (empty where the weight is frozen)."""
-    dx, dgate, dweight = compute_backward(dy, x, gate, weight, rstd, activation, weight_gradient)
+    dx, dgate, dweight = compute_backward(dy, x, gate, weight, rstd, eps, activation, weight_gradient)
     return dx, dgate, weight.new_empty(0) if dweight is None else dweight
 
 
 @gated_rms_norm_backward.register_fake
 def _(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor, activation: str, weight_gradient: bool
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    eps: float,
+    activation: str,
+    weight_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape), weight.new_empty(weight.shape[0] if weight_gradient else 0)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float, str], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:3], output[1])
-    ctx.activation = inputs[4]
+    ctx.eps, ctx.activation = inputs[3:]
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-    found = gated_rms_norm_backward(dy, *ctx.saved_tensors, ctx.activation, ctx.needs_input_grad[2])
+    found = gated_rms_norm_backward(dy, *ctx.saved_tensors, ctx.eps, ctx.activation, ctx.needs_input_grad[2])
     dx, dgate, dweight = (g if wanted else None for g, wanted in zip(found, ctx.needs_input_grad, strict=False))
     return dx, dgate, dweight, None, None
 
@@ -222,5 +287,5 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, activ
         y, _ = gated_rms_norm_forward(x, gate, weight, eps, activation)
         return y
     if not wants_gradient(x, gate, weight):
-        return compute_forward(x, gate, weight, eps, activation)[0]
+        return compute_forward(x, gate, weight, eps, activation, admit(x, gate, weight, eps, activation))[0]
     return cast(Tensor, GatedRmsNorm.apply(x, gate, weight, eps, activation))

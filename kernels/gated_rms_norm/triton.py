@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from shardwright.kernels.rms_norm.triton import norm_gradient
+
 
 @triton.jit
 def row_starts(rows, middle, inner, outer_stride, middle_stride, inner_stride):
@@ -97,7 +99,9 @@ def gated_rms_norm_bwd_kernel(
     gate_si,
     R,
     D,
+    eps,
     SILU: tl.constexpr,
+    SINGLE: tl.constexpr,
     WEIGHT_GRADIENT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -136,8 +140,7 @@ def gated_rms_norm_bwd_kernel(
         tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
         dnormed = dy * activated
         scaled = dnormed * weight[None, :]
-        along = tl.sum(scaled * normalised, axis=1) / D
-        dx = (scaled - normalised * along[:, None]) * rstd[:, None]
+        dx = norm_gradient(scaled, normalised, rstd, eps, D, SINGLE)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if WEIGHT_GRADIENT:
             dweight += dnormed * normalised

@@ -20,6 +20,7 @@ from shardwright.kernels.grouped_lora_mlp.contract import Activation, Layout
 from shardwright.kernels.grouped_lora_mlp.cost import cost
 from shardwright.kernels.grouped_lora_mlp.op import Adapter, grouped_lora_mlp
 from shardwright.kernels.grouped_lora_mlp.reference import grouped_lora_mlp_reference
+from shardwright.kernels.grouped_lora_mlp.tuning import tune_cases
 from shardwright.kernels.launched import cases_of, meta, noted
 from shardwright.kernels.passes import timed_pass
 
@@ -168,6 +169,7 @@ def _suite(lora: bool) -> OpSuite:
         compile_cases=lambda: launched(f"{prefix}/k3-ep64", {**K3, **rank}),
         extras=extras,
         facts=facts,
+        tune=None if lora else tune_cases,
         bad_inputs=None if lora else bad_inputs,
     )
 

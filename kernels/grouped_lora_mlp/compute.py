@@ -73,17 +73,17 @@ def forward(choice: Choice, w: Weights, x: Tensor, rows: Rows, keep: bool) -> tu
     if w.up_a is not None and w.up_b is not None:
         rank = w.up_a.shape[1]
         z_up = x.new_empty((R, rank))
-        launches.launch_shrink(x, w.up_a, 1, H, choice.up_scaling, rows, True, z_up)
+        launches.launch_shrink("shrink-up", x, w.up_a, 1, H, choice.up_scaling, rows, True, z_up)
         low = LowRank(z_up, w.up_b, rank, rank, 1)
     launches.launch_gate_up(x, w.gate_up, rows, low, choice.activation, choice.layout, gu, h)
     low = None
     if w.down_a is not None and w.down_b is not None:
         rank = w.down_a.shape[1]
         z_down = x.new_empty((R, rank))
-        launches.launch_shrink(h, w.down_a, 1, I, choice.down_scaling, rows, False, z_down)
+        launches.launch_shrink("shrink-down", h, w.down_a, 1, I, choice.down_scaling, rows, False, z_down)
         low = LowRank(z_down, w.down_b, rank, rank, 1)
     y = x.new_empty((R, H))
-    launches.launch_product(h, w.down, choice.layout.order == "out_in", rows, low, y)
+    launches.launch_product("down", h, w.down, choice.layout.order == "out_in", rows, low, y)
     if not keep:
         return y, Kept(None, None, None, None)
     return y, Kept(gu, h if z_down is not None else None, z_up, z_down)
@@ -117,11 +117,11 @@ def backward(
     if w.down_a is not None and w.down_b is not None:
         rank = w.down_a.shape[1]
         t_down = x.new_empty((R, rank))
-        launches.launch_shrink(dout, w.down_b, rank, 1, choice.down_scaling, rows, True, t_down)
+        launches.launch_shrink("shrink-dout", dout, w.down_b, rank, 1, choice.down_scaling, rows, True, t_down)
         low = LowRank(t_down, w.down_a, rank, 1, I)
     dh = x.new_empty((R, I))
     # The product runs over H: stored [E, H, I] means depth first.
-    launches.launch_product(dout, w.down, choice.layout.order == "in_out", rows, low, dh, gather=True)
+    launches.launch_product("dh", dout, w.down, choice.layout.order == "in_out", rows, low, dh, gather=True)
     dgu = x.new_empty((R, F))
     part = torch.empty(R, dtype=torch.float32, device=x.device) if wants_part else None
     launches.launch_activation_bwd(dh, rows, choice.activation, choice.layout, kept.gu, weights, dgu, part)
@@ -129,23 +129,23 @@ def backward(
     if w.up_a is not None and w.up_b is not None:
         rank = w.up_a.shape[1]
         t_up = x.new_empty((R, rank))
-        launches.launch_shrink(dgu, w.up_b, rank, 1, choice.up_scaling, rows, False, t_up)
+        launches.launch_shrink("shrink-dgu", dgu, w.up_b, rank, 1, choice.up_scaling, rows, False, t_up)
         low = LowRank(t_up, w.up_a, rank, 1, H)
     dx = None
     if wants_x:
         dx = x.new_empty((R, H))
-        launches.launch_product(dgu, w.gate_up, choice.layout.order == "in_out", rows, low, dx)
+        launches.launch_product("dx", dgu, w.gate_up, choice.layout.order == "in_out", rows, low, dx)
     up_a = up_b = down_a = down_b = None
     if wants_up and w.up_a is not None and w.up_b is not None:
         assert t_up is not None and kept.z_up is not None
         rank = w.up_a.shape[1]
         up_a, up_b = w.up_a.new_empty(w.up_a.shape), w.up_b.new_empty(w.up_b.shape)
-        launches.launch_adapter_grad(x, t_up, rows, True, None, up_a, 1, H)
-        launches.launch_adapter_grad(dgu, kept.z_up, rows, False, None, up_b, rank, 1)
+        launches.launch_adapter_grad("up_a", x, t_up, rows, True, None, up_a, 1, H)
+        launches.launch_adapter_grad("up_b", dgu, kept.z_up, rows, False, None, up_b, rank, 1)
     if wants_down and w.down_a is not None and w.down_b is not None:
         assert t_down is not None and kept.z_down is not None and kept.h is not None
         rank = w.down_a.shape[1]
         down_a, down_b = w.down_a.new_empty(w.down_a.shape), w.down_b.new_empty(w.down_b.shape)
-        launches.launch_adapter_grad(kept.h, t_down, rows, False, weights, down_a, 1, I)
-        launches.launch_adapter_grad(dout, kept.z_down, rows, True, weights, down_b, rank, 1)
+        launches.launch_adapter_grad("down_a", kept.h, t_down, rows, False, weights, down_a, 1, I)
+        launches.launch_adapter_grad("down_b", dout, kept.z_down, rows, True, weights, down_b, rank, 1)
     return Gradients(dx, part, up_a, up_b, down_a, down_b)

@@ -5,6 +5,7 @@ Legend: R rows, E experts, H hidden, I expert width, F = 2I, r rank, N columns, 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from shardwright.kernels import device
+from shardwright.kernels.bound import Tensors, start
 from shardwright.kernels.grouped_lora_mlp import configs
 from shardwright.kernels.grouped_lora_mlp.contract import Activation, Layout
 from shardwright.kernels.grouped_lora_mlp.hopper import (
@@ -41,7 +43,7 @@ def serves(x: Tensor, w: Tensor, rows: Rows, low: LowRank | None) -> bool:
         and x.shape[1] % DEPTH == 0
         and w.is_contiguous()
         and (low is None or (low.rank in RANKS and low.z.is_contiguous()))
-        and configs.prefers_hopper(rows.count, rows.tiles.experts)
+        and configs.way(rows.count, rows.tiles.experts).hopper
     )
 
 
@@ -58,14 +60,24 @@ def _describe(tensor: Tensor, block: tuple[int, int]) -> TensorDescriptor:
 
 
 def launch_product(
-    x: Tensor, w: Tensor, n_first: bool, rows: Rows, low: LowRank | None, y: Tensor, gathered: bool
+    key: Hashable,
+    tensors: Tensors,
+    x: Tensor,
+    w: Tensor,
+    n_first: bool,
+    rows: Rows,
+    low: LowRank | None,
+    y: Tensor,
+    gathered: bool,
 ) -> None:
     """Fill ``y [R, N]``; see ``launches.launch_product``."""
     fixed = {"FUSE": False, "HALVES": False, "SAVE": True, "KIND": "none", "P0": 0.0, "P1": 0.0, "P2": 0.0}
-    _launch(x, w, n_first, rows, low, gathered, y, y, y.shape[1], y.shape[1], fixed)
+    _launch(key, tensors, x, w, n_first, rows, low, gathered, y, y, y.shape[1], y.shape[1], fixed)
 
 
 def launch_gate_up(
+    key: Hashable,
+    tensors: Tensors,
     x: Tensor,
     gate_up: Tensor,
     n_first: bool,
@@ -86,10 +98,13 @@ def launch_gate_up(
         "KIND": activation.kind,
     }
     fixed |= {"P0": P0, "P1": P1, "P2": P2}
-    _launch(x, gate_up, n_first, rows, low, gathered, h if gu is None else gu, h, 2 * h.shape[1], h.shape[1], fixed)
+    y = h if gu is None else gu
+    _launch(key, tensors, x, gate_up, n_first, rows, low, gathered, y, h, 2 * h.shape[1], h.shape[1], fixed)
 
 
 def _launch(
+    key: Hashable,
+    tensors: Tensors,
     x: Tensor,
     w: Tensor,
     n_first: bool,
@@ -110,7 +125,11 @@ def _launch(
         b_desc = _describe(low.b, (RUN, low.rank) if b_n_first else (low.rank, RUN))
     programs = device.multiprocessors(x)
     with device.current(x):
-        hopper_product_kernel[(programs,)](
+        start(
+            key,
+            tensors,
+            hopper_product_kernel,
+            (programs,),
             x_desc,
             x,
             _describe(w, (RUN, DEPTH) if n_first else (DEPTH, RUN)),

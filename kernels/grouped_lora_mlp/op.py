@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwright.kernels import device
+from shardwright.kernels.admitted import Admitted
 from shardwright.kernels.dispatch import direct, wants_gradient
 from shardwright.kernels.grouped_lora_mlp import compute, contract
 from shardwright.kernels.grouped_lora_mlp.compute import Choice, Kept, Weights
@@ -36,6 +37,7 @@ class Adapter:
 
 
 Optional = Tensor | None
+ADMITTED = Admitted()
 
 
 def check(
@@ -59,12 +61,26 @@ def check(
             tensors |= {f"{role}.a": a, f"{role}.b": b}
     if counts is not None:
         contract.check_counts(op, counts, E)
-    if torch.is_grad_enabled() and (w.gate_up.requires_grad or w.down.requires_grad):
-        raise refuse(
-            op, "trains-the-base", "gate_up or down wants a gradient", "freeze the base, or keep this module eager"
-        )
+    refuse_learning_base(op, w)
     if real:
         contract.check_places(op, cast(Any, tensors), interpreted=device.interpreted())
+
+
+def layer_tensors(w: Weights) -> tuple[Optional, ...]:
+    """The stacks and the adapters' factors."""
+    return w.gate_up, w.down, w.up_a, w.up_b, w.down_a, w.down_b
+
+
+def learns_base(w: Weights) -> bool:
+    """Whether a base stack wants a gradient, which the guards refuse."""
+    return torch.is_grad_enabled() and (w.gate_up.requires_grad or w.down.requires_grad)
+
+
+def refuse_learning_base(op: str, w: Weights) -> None:
+    """Raises: KernelError: ``trains-the-base``. Looks at the grad mode, so it runs before an autograd function."""
+    if learns_base(w):
+        what = "gate_up or down wants a gradient"
+        raise refuse(op, "trains-the-base", what, "freeze the base, or keep this module eager")
 
 
 def choice_of(
@@ -113,14 +129,17 @@ def fake_kept(x: Tensor, R: int, w: Weights, choice: Choice) -> list[Tensor]:
     return [x.new_empty((R, F)), h, z_up, z_down]
 
 
-def run_forward(choice: Choice, w: Weights, x: Tensor, counts: Tensor, keep: bool) -> tuple[Tensor, Tensor, Kept]:
-    """``y [R, H]``, the tile buffer, and what is kept; rows past ``sum(counts)`` are zero."""
-    check(x, counts, w, choice)
-    tiles = make_tiles(counts, x.shape[0])
-    rows = Rows(x.shape[0], tiles)
+def run_forward(
+    choice: Choice, w: Weights, x: Tensor, counts: Tensor, keep: bool
+) -> tuple[Tensor, Tensor, Kept, object | None]:
+    """``y [R, H]``, the tile buffer, what is kept, and the layout's token; rows past ``sum(counts)`` are zero."""
+    settings = (choice, learns_base(w))
+    token = ADMITTED.check((x, counts, *layer_tensors(w)), settings, lambda: check(x, counts, w, choice))
+    tiles = make_tiles(counts, x.shape[0], token)
+    rows = Rows(x.shape[0], tiles, token=token)
     y, kept = compute.forward(choice, w, x, rows, keep)
-    launch_zero_tail(y, rows)
-    return y, tiles.buffer, kept
+    launch_zero_tail("tail", y, rows)
+    return y, tiles.buffer, kept, token
 
 
 class GroupedLoraMlp(torch.autograd.Function):
@@ -131,7 +150,7 @@ class GroupedLoraMlp(torch.autograd.Function):
         ctx: Any, choice: Choice, x: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor, *factors: Optional
     ) -> Tensor:
         w = Weights(gate_up, down, *factors)
-        y, buffer, kept = run_forward(choice, w, x, counts, keep=True)
+        y, buffer, kept, ctx.token = run_forward(choice, w, x, counts, keep=True)
         ctx.save_for_backward(x, buffer, gate_up, down, *factors, kept.gu, kept.h, kept.z_up, kept.z_down)
         ctx.choice = choice
         return y
@@ -142,17 +161,25 @@ class GroupedLoraMlp(torch.autograd.Function):
         x, buffer, gate_up, down, *rest = ctx.saved_tensors
         w, kept = Weights(gate_up, down, *rest[:4]), Kept(*rest[4:])
         needs = ctx.needs_input_grad
-        found = run_backward(ctx.choice, w, x, buffer, kept, dy, (needs[1], any(needs[5:7]), any(needs[7:9])))
+        wants = (needs[1], any(needs[5:7]), any(needs[7:9]))
+        found = run_backward(ctx.choice, w, x, buffer, kept, dy, wants, ctx.token)
         return (None, found.dx, None, None, None, found.up_a, found.up_b, found.down_a, found.down_b)
 
 
 def run_backward(
-    choice: Choice, w: Weights, x: Tensor, buffer: Tensor, kept: Kept, dy: Tensor, wants: tuple[bool, bool, bool]
+    choice: Choice,
+    w: Weights,
+    x: Tensor,
+    buffer: Tensor,
+    kept: Kept,
+    dy: Tensor,
+    wants: tuple[bool, bool, bool],
+    token: object | None = None,
 ) -> compute.Gradients:
     """Gradients of x (rows past the last expert: zero) and of the adapters."""
     E = w.gate_up.shape[0]
     tiles = Tiles(buffer, E, most_tiles(x.shape[0], E))
-    rows = Rows(x.shape[0], tiles)
+    rows = Rows(x.shape[0], tiles, token=token)
     found = compute.backward(
         choice,
         w,
@@ -167,7 +194,7 @@ def run_backward(
         wants_down=wants[2],
     )
     if found.dx is not None:
-        launch_zero_tail(found.dx, rows)
+        launch_zero_tail("dx-tail", found.dx, rows)
     return found
 
 
@@ -186,7 +213,7 @@ def grouped_lora_mlp_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``y``, the tile buffer, gu, h, z_up, z_down as one opaque node for tracers."""
     w = Weights(gate_up, down, up_a, up_b, down_a, down_b)
-    y, buffer, kept = run_forward(decode(numbers, flags), w, x, counts, keep=True)
+    y, buffer, kept, _ = run_forward(decode(numbers, flags), w, x, counts, keep=True)
     gu, h, z_up, z_down = kept_list(kept, x)
     return y, buffer, gu, h, z_up, z_down
 
@@ -306,4 +333,5 @@ def grouped_lora_mlp(
         return grouped_lora_mlp_forward(x, counts, gate_up, down, *factors, *encode(choice))[0]
     if not wants_gradient(x, *given):
         return run_forward(choice, Weights(gate_up, down, *factors), x, counts, keep=False)[0]
+    refuse_learning_base(contract.NAME, Weights(gate_up, down))
     return cast(Tensor, GroupedLoraMlp.apply(choice, x, counts, gate_up, down, *factors))

@@ -5,6 +5,7 @@ Legend: R rows, E experts, r rank, K slots a token, N width.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -22,6 +23,8 @@ class Rows:
     entry: Tensor | None = None
     """int32 ``[R]``: token · K + slot, or ``None`` where rows lie in expert order already."""
     slots: int = 1
+    token: Hashable = None
+    """What launches are bound under (``kernels.bound``), together with their role in the layer."""
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,10 @@ def _finish(
 def _product(
     x_ptr, xa_desc, xb_desc, w_desc, y_ptr, entry_ptr, z_ptr, b_ptr, expert, first, last, column, N, K, RANK, SLOTS,
     b_stride_n, b_stride_r, BA: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GATHER: tl.constexpr, EVEN: tl.constexpr, N_FIRST: tl.constexpr, LORA: tl.constexpr, RP: tl.constexpr,
+    INNER: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, N_FIRST: tl.constexpr, LORA: tl.constexpr,
+    RP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BA (+ BB) rows."""
+    """One tile of BA (+ BB) rows. With ``INNER`` > 0, sums of that many steps are added to the outer sums."""
     depth = tl.arange(0, BK)
     rows_a = first + tl.arange(0, BA)
     at_a = x_ptr + _tokens(entry_ptr, rows_a, last, SLOTS, GATHER)[:, None] * K + depth[None, :]
@@ -92,11 +93,29 @@ def _product(
         rows_b = first + BA + tl.arange(0, BB)
         at_b = x_ptr + _tokens(entry_ptr, rows_b, last, SLOTS, GATHER)[:, None] * K + depth[None, :]
         acc_b = tl.zeros([BN, BB], tl.float32)
-    for k in tl.range(0, K, BK):
-        w = _weight(w_desc, expert, column * BN, k, BN, BK, N_FIRST)
-        acc_a = tl.dot(w, _input(xa_desc, at_a, first, k, K, BK, GATHER, EVEN), acc_a, input_precision="ieee")
-        if BB > 0:
-            acc_b = tl.dot(w, _input(xb_desc, at_b, first + BA, k, K, BK, GATHER, EVEN), acc_b, input_precision="ieee")
+    if INNER > 0:
+        for outer in tl.range(0, K, BK * INNER):
+            part_a = tl.zeros([BN, BA], tl.float32)
+            if BB > 0:
+                part_b = tl.zeros([BN, BB], tl.float32)
+            for k in tl.range(outer, tl.minimum(outer + BK * INNER, K), BK):
+                w = _weight(w_desc, expert, column * BN, k, BN, BK, N_FIRST)
+                x = _input(xa_desc, at_a, first, k, K, BK, GATHER, EVEN)
+                part_a = tl.dot(w, x, part_a, input_precision="ieee")
+                if BB > 0:
+                    x = _input(xb_desc, at_b, first + BA, k, K, BK, GATHER, EVEN)
+                    part_b = tl.dot(w, x, part_b, input_precision="ieee")
+            acc_a += part_a
+            if BB > 0:
+                acc_b += part_b
+    else:
+        for k in tl.range(0, K, BK):
+            w = _weight(w_desc, expert, column * BN, k, BN, BK, N_FIRST)
+            x = _input(xa_desc, at_a, first, k, K, BK, GATHER, EVEN)
+            acc_a = tl.dot(w, x, acc_a, input_precision="ieee")
+            if BB > 0:
+                x = _input(xb_desc, at_b, first + BA, k, K, BK, GATHER, EVEN)
+                acc_b = tl.dot(w, x, acc_b, input_precision="ieee")
     # The copies' barriers lie in memory that the epilogue uses again: no thread may still wait on them.
     tl.debug_barrier()
     n = column * BN + tl.arange(0, BN)
@@ -110,8 +129,9 @@ def _product(
 @triton.jit(do_not_specialize=["SLOTS"])
 def product_kernel(
     x_ptr, x128_desc, x64_desc, x32_desc, w_desc, y_ptr, entry_ptr, z_ptr, b_ptr, expert_ptr, first_ptr, last_ptr,
-    tiles_ptr, N, K, RANK, SLOTS, b_stride_n, b_stride_r, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    GATHER: tl.constexpr, EVEN: tl.constexpr, N_FIRST: tl.constexpr, LORA: tl.constexpr, RP: tl.constexpr,
+    tiles_ptr, N, K, RANK, SLOTS, b_stride_n, b_stride_r, BN: tl.constexpr, BK: tl.constexpr, INNER: tl.constexpr,
+    GROUP: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, N_FIRST: tl.constexpr, LORA: tl.constexpr,
+    RP: tl.constexpr,
 ):  # fmt: skip
     """``y [R, N] = x Wᵀ (+ z Bᵀ)`` for rows of x, or rows of tokens that ``entry`` names (``GATHER``)."""
     tiles, columns = tl.load(tiles_ptr), tl.cdiv(N, BN)
@@ -121,17 +141,17 @@ def product_kernel(
         rows = last - first
         if rows > 160:
             _product(x_ptr, x128_desc, x64_desc, w_desc, y_ptr, entry_ptr, z_ptr, b_ptr, expert, first, last, column,
-                     N, K, RANK, SLOTS, b_stride_n, b_stride_r, 128, 64, BN, BK, GATHER, EVEN, N_FIRST,
-                     LORA, RP)  # fmt: skip
+                     N, K, RANK, SLOTS, b_stride_n, b_stride_r, 128, 64, BN, BK, INNER, GATHER, EVEN,
+                     N_FIRST, LORA, RP)  # fmt: skip
         elif rows > 128:
             _product(x_ptr, x128_desc, x32_desc, w_desc, y_ptr, entry_ptr, z_ptr, b_ptr, expert, first, last, column,
-                     N, K, RANK, SLOTS, b_stride_n, b_stride_r, 128, 32, BN, BK, GATHER, EVEN, N_FIRST,
-                     LORA, RP)  # fmt: skip
+                     N, K, RANK, SLOTS, b_stride_n, b_stride_r, 128, 32, BN, BK, INNER, GATHER, EVEN,
+                     N_FIRST, LORA, RP)  # fmt: skip
         elif rows > 64:
             _product(x_ptr, x128_desc, x128_desc, w_desc, y_ptr, entry_ptr, z_ptr, b_ptr, expert, first, last, column,
-                     N, K, RANK, SLOTS, b_stride_n, b_stride_r, 128, 0, BN, BK, GATHER, EVEN, N_FIRST,
-                     LORA, RP)  # fmt: skip
+                     N, K, RANK, SLOTS, b_stride_n, b_stride_r, 128, 0, BN, BK, INNER, GATHER, EVEN,
+                     N_FIRST, LORA, RP)  # fmt: skip
         elif rows > 0:
             _product(x_ptr, x64_desc, x64_desc, w_desc, y_ptr, entry_ptr, z_ptr, b_ptr, expert, first, last, column,
-                     N, K, RANK, SLOTS, b_stride_n, b_stride_r, 64, 0, BN, BK, GATHER, EVEN, N_FIRST,
-                     LORA, RP)  # fmt: skip
+                     N, K, RANK, SLOTS, b_stride_n, b_stride_r, 64, 0, BN, BK, INNER, GATHER, EVEN,
+                     N_FIRST, LORA, RP)  # fmt: skip

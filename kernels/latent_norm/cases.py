@@ -64,7 +64,7 @@ def compile_cases() -> tuple[CompileCase, ...]:
             found.append(row_case("latent_norm_fwd", latent_norm_fwd_kernel, sizes, dtype, configs.forward(width)))
             for learns in (True, False):
                 name = f"latent_norm_bwd/{'dw' if learns else 'frozen'}"
-                flags = {"LATENT_GRADIENT": True, "REST_GRADIENT": True, "WEIGHT_GRADIENT": learns}
+                flags = {"SINGLE": False, "LATENT_GRADIENT": True, "REST_GRADIENT": True, "WEIGHT_GRADIENT": learns}
                 launch = configs.backward(width)
                 found.append(row_case(name, latent_norm_bwd_kernel, sizes, dtype, launch, **flags))
     return tuple(found)

@@ -6,7 +6,8 @@ Legend: T rows, W width of the joint projection, H width of the latent.
 from __future__ import annotations
 
 from shardwright.kernels import guards
-from shardwright.kernels.gated_rms_norm.contract import Strided, dense_rows
+from shardwright.kernels.admitted import Strided
+from shardwright.kernels.gated_rms_norm.contract import dense_rows
 from shardwright.kernels.guards import TensorLike, refuse
 from shardwright.kernels.rms_norm.contract import DTYPES
 from shardwright.kernels.rms_norm.contract import OBLIGATIONS as NORM_OBLIGATIONS

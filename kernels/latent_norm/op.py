@@ -9,6 +9,7 @@ Legend: R rows, W width of the joint projection, H width of the latent, P progra
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, cast
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwright.kernels import device
+from shardwright.kernels.admitted import Admitted
+from shardwright.kernels.bound import again, key_of, start
 from shardwright.kernels.dispatch import direct, wants_gradient
-from shardwright.kernels.gated_rms_norm.admitted import Admitted
 from shardwright.kernels.gated_rms_norm.op import dense_inside
 from shardwright.kernels.gated_rms_norm.rows import RowSteps, row_steps
 from shardwright.kernels.latent_norm import configs, contract
@@ -36,15 +38,29 @@ def layout(role: str, tensor: Tensor | None) -> RowSteps:
 
 
 def launch_forward(
-    joint: Tensor, weight: Tensor, eps: float, latent: Tensor, rest: Tensor, rstd: Tensor, launch: Launch
+    joint: Tensor,
+    weight: Tensor,
+    eps: float,
+    latent: Tensor,
+    rest: Tensor,
+    rstd: Tensor,
+    launch: Launch,
+    key: Hashable = None,
 ) -> None:
     """Fill ``latent``, ``rest`` (dense) and ``rstd [R]``; nothing is launched for zero rows."""
     W, H = joint.shape[-1], weight.shape[0]
     R = joint.numel() // W
     if R == 0:
         return
+    tensors = (joint, weight, latent, rest, rstd)
+    if again(key, tensors):
+        return
     with device.current(joint):
-        latent_norm_fwd_kernel[(launch.grid(R, device.multiprocessors(joint)),)](
+        start(
+            key,
+            tensors,
+            latent_norm_fwd_kernel,
+            (launch.grid(R, device.multiprocessors(joint)),),
             joint,
             weight,
             latent,
@@ -69,9 +85,11 @@ def launch_backward(
     joint: Tensor,
     weight: Tensor,
     rstd: Tensor,
+    eps: float,
     djoint: Tensor,
     dweight: Tensor | None,
     launch: Launch,
+    token: object | None = None,
 ) -> None:
     """Fill ``djoint`` (dense) and, where the weight learns, ``dweight [H]``."""
     W, H = joint.shape[-1], weight.shape[0]
@@ -82,22 +100,35 @@ def launch_backward(
         return
     learns = dweight is not None and dlatent is not None
     P = launch.grid(R, device.multiprocessors(joint))
-    partial = torch.empty((P, H), dtype=torch.float32, device=joint.device) if learns else rstd
+    partial = torch.empty((P, H), dtype=torch.float32, device=joint.device) if learns else None
+    tensors = (dlatent, drest, joint, weight, rstd, djoint, partial)
+    # Gradients' rows may lie anywhere: the token does not know their strides.
+    key = key_of(token, "bwd", learns, *(None if t is None else t.stride() for t in (dlatent, drest)))
+    if again(key, tensors):
+        if partial is not None and dweight is not None:
+            reduce_weight_gradient(partial, dweight, key_of(token, "dweight"))
+        return
     with device.current(joint):
-        latent_norm_bwd_kernel[(P,)](
+        start(
+            key,
+            tensors,
+            latent_norm_bwd_kernel,
+            (P,),
             joint if dlatent is None else dlatent,
             joint if drest is None else drest,
             joint,
             weight,
             rstd,
             djoint,
-            partial,
+            rstd if partial is None else partial,
             *layout("dlatent", dlatent),
             *layout("drest", drest),
             *layout("joint", joint),
             R,
             W,
             H,
+            eps,
+            SINGLE=H == 1,
             LATENT_GRADIENT=dlatent is not None,
             REST_GRADIENT=drest is not None,
             WEIGHT_GRADIENT=learns,
@@ -107,17 +138,25 @@ def launch_backward(
             STAGES=launch.stages,
             num_warps=launch.warps,
         )
-        if learns and dweight is not None:
-            reduce_weight_gradient(partial, dweight)
+        if partial is not None and dweight is not None:
+            reduce_weight_gradient(partial, dweight, key_of(token, "dweight"))
 
 
-def compute_forward(joint: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Guards, then the normed latent ``[..., H]``, the rest ``[..., W - H]`` and ``rstd [R]`` in fp32."""
-    ADMITTED.check((joint, weight), eps, lambda: contract.check(joint, weight, eps, interpreted=device.interpreted()))
+def admit(joint: Tensor, weight: Tensor, eps: float) -> object | None:
+    """All guards; the layout's token."""
+    return ADMITTED.check(
+        (joint, weight), eps, lambda: contract.check(joint, weight, eps, interpreted=device.interpreted())
+    )
+
+
+def compute_forward(joint: Tensor, weight: Tensor, eps: float, token: object | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The normed latent ``[..., H]``, the rest ``[..., W - H]`` and ``rstd [R]`` in fp32, of admitted inputs."""
     W, H = joint.shape[-1], weight.shape[0]
     latent, rest = joint.new_empty((*joint.shape[:-1], H)), joint.new_empty((*joint.shape[:-1], W - H))
     rstd = joint.new_empty(joint.numel() // W, dtype=torch.float32)
-    launch_forward(joint, weight, eps, latent, rest, rstd, configs.forward(configs.tile_width(W, H)))
+    launch_forward(
+        joint, weight, eps, latent, rest, rstd, configs.forward(configs.tile_width(W, H)), key_of(token, "fwd")
+    )
     return latent, rest, rstd
 
 
@@ -127,14 +166,16 @@ def compute_backward(
     joint: Tensor,
     weight: Tensor,
     rstd: Tensor,
+    eps: float,
     weight_gradient: bool,
+    token: object | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``djoint [..., W]``, dense; ``dweight [H]`` (``None`` where the weight is frozen)."""
     djoint = joint.new_empty(joint.shape)
     dweight = torch.empty_like(weight) if weight_gradient else None
     launch = configs.backward(configs.tile_width(joint.shape[-1], weight.shape[0]))
     given = [None if gradient is None else dense_inside(gradient) for gradient in (dlatent, drest)]
-    launch_backward(given[0], given[1], joint, weight, rstd, djoint, dweight, launch)
+    launch_backward(given[0], given[1], joint, weight, rstd, eps, djoint, dweight, launch, token)
     return djoint, dweight
 
 
@@ -143,8 +184,10 @@ class LatentNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, joint: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        latent, rest, rstd = compute_forward(joint, weight, eps)
+        ctx.token = admit(joint, weight, eps)
+        latent, rest, rstd = compute_forward(joint, weight, eps, ctx.token)
         ctx.save_for_backward(joint, weight, rstd)
+        ctx.eps = eps
         ctx.set_materialize_grads(False)
         return latent, rest
 
@@ -152,14 +195,15 @@ class LatentNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dlatent: Tensor | None, drest: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
         joint, weight, rstd = ctx.saved_tensors
-        djoint, dweight = compute_backward(dlatent, drest, joint, weight, rstd, ctx.needs_input_grad[1])
+        learns = ctx.needs_input_grad[1]
+        djoint, dweight = compute_backward(dlatent, drest, joint, weight, rstd, ctx.eps, learns, ctx.token)
         return djoint, dweight, None
 
 
 @torch.library.custom_op("shardwright::latent_norm_forward", mutates_args=())
 def latent_norm_forward(joint: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """The normed latent, the rest and ``rstd [R]`` as one opaque node for tracers."""
-    return compute_forward(joint, weight, eps)
+    return compute_forward(joint, weight, eps, admit(joint, weight, eps))
 
 
 @latent_norm_forward.register_fake
@@ -177,10 +221,11 @@ def latent_norm_backward(
     joint: Tensor,
     weight: Tensor,
     rstd: Tensor,
+    eps: float,
     weight_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     """``djoint [..., W]`` and ``dweight [H]`` (empty where the weight is frozen)."""
-    djoint, dweight = compute_backward(dlatent, drest, joint, weight, rstd, weight_gradient)
+    djoint, dweight = compute_backward(dlatent, drest, joint, weight, rstd, eps, weight_gradient)
     return djoint, weight.new_empty(0) if dweight is None else dweight
 
 
@@ -191,6 +236,7 @@ def _(
     joint: Tensor,
     weight: Tensor,
     rstd: Tensor,
+    eps: float,
     weight_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     return joint.new_empty(joint.shape), weight.new_empty(weight.shape[0] if weight_gradient else 0)
@@ -198,6 +244,7 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(inputs[0], inputs[1], output[2])
+    ctx.eps = inputs[2]
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
@@ -205,7 +252,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, 
 def _differentiate(
     ctx: Any, dlatent: Tensor | None, drest: Tensor | None, _: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, None]:
-    djoint, dweight = latent_norm_backward(dlatent, drest, *ctx.saved_tensors, ctx.needs_input_grad[1])
+    djoint, dweight = latent_norm_backward(dlatent, drest, *ctx.saved_tensors, ctx.eps, ctx.needs_input_grad[1])
     return (djoint if ctx.needs_input_grad[0] else None), (dweight if ctx.needs_input_grad[1] else None), None
 
 
@@ -231,6 +278,6 @@ def latent_norm(joint: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
         latent, rest, _ = latent_norm_forward(joint, weight, eps)
         return latent, rest
     if not wants_gradient(joint, weight):
-        latent, rest, _ = compute_forward(joint, weight, eps)
+        latent, rest, _ = compute_forward(joint, weight, eps, admit(joint, weight, eps))
         return latent, rest
     return cast(tuple[Tensor, Tensor], LatentNorm.apply(joint, weight, eps))

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from shardwright.kernels.gated_rms_norm.triton import row_starts
+from shardwright.kernels.rms_norm.triton import norm_gradient
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -84,6 +85,8 @@ def latent_norm_bwd_kernel(
     R,
     W,
     H,
+    eps,
+    SINGLE: tl.constexpr,
     LATENT_GRADIENT: tl.constexpr,
     REST_GRADIENT: tl.constexpr,
     WEIGHT_GRADIENT: tl.constexpr,
@@ -115,8 +118,7 @@ def latent_norm_bwd_kernel(
             rstd = tl.load(rstd_ptr + rows, mask=live, other=0.0)
             normalised = x * rstd[:, None]
             scaled = dlatent * weight[None, :]
-            along = tl.sum(scaled * normalised, axis=1) / H
-            dx = (scaled - normalised * along[:, None]) * rstd[:, None]
+            dx = norm_gradient(scaled, normalised, rstd, eps, H, SINGLE)
             if WEIGHT_GRADIENT:
                 dweight += dlatent * normalised
         else:

@@ -34,7 +34,7 @@ from shardwright.kernels.compile_gate import AnyCase, LaunchCase
 from shardwright.kernels.launched import meta, noted, recorded
 from shardwright.kernels.linear_cross_entropy import configs, op
 from shardwright.kernels.linear_cross_entropy.chunks import loss_pass, scaled, walk
-from shardwright.kernels.linear_cross_entropy.cost import cost
+from shardwright.kernels.linear_cross_entropy.cost import cost, loss_cost
 from shardwright.kernels.linear_cross_entropy.labels import raise_pending as labels_seen
 from shardwright.kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
 from shardwright.kernels.passes import timed_pass
@@ -251,6 +251,7 @@ def _suite(lora: bool) -> OpSuite:
         fused=fused,
         reference=reference,
         cost=cost,
+        forward_cost=loss_cost,
         rivals={"eager": lambda: reference} if lora else rivals(),
         small_shapes=tuple({**shape, **small} for shape in SMALL),
         large_shapes=tuple({**shape, **rank} for shape in LARGE_SHAPES),

@@ -57,3 +57,24 @@ def cost(T: int, H: int, V: int, dtype: str, *, r: int = 0, weight_gradient: boo
         backward=backward,
         saved_bytes=x + learned * 4,
     )
+
+
+def loss_cost(T: int, H: int, V: int, dtype: str, *, r: int = 0, weight_gradient: bool = False) -> OpCost:
+    """Work of the loss alone, where nothing wants a gradient: one product, logits written once and read once."""
+    whole = cost(T, H, V, dtype, r=r, weight_gradient=weight_gradient)
+    b, n, product = BYTES[dtype], T * V, 2 * T * H * V
+    C = min(max(1, T), chunk_rows(T, V, b))
+    chunks = -(-T // C)
+    head, x, low, factors = V * H * b, T * H * b, 2 * T * r * (H + V), r * (H + V) * b
+    adapted = int(r > 0)
+    forward = whole.forward.model_copy(
+        update={
+            "flops": product + 5 * n + low,
+            "bytes_read": chunks * (head + factors) + (1 + adapted) * (x + n * b) + T * TARGET_BYTES,
+            "bytes_written": (1 + adapted) * n * b + T * STATISTIC_BYTES,
+            "launches": (2 + 2 * adapted) * chunks + 3,
+            "floor_flops": product + low,
+            "floor_bytes": head + factors + x + T * TARGET_BYTES,
+        }
+    )
+    return whole.model_copy(update={"forward": forward, "backward": None, "saved_bytes": 0})

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwright.kernels import device
+from shardwright.kernels.admitted import Admitted
+from shardwright.kernels.bound import again, key_of, start
 from shardwright.kernels.dispatch import direct, wants_gradient
 from shardwright.kernels.grouped_lora_mlp import compute
 from shardwright.kernels.grouped_lora_mlp.compute import Choice, Kept, Weights
@@ -27,12 +29,17 @@ from shardwright.kernels.grouped_lora_mlp.op import (
     fake_kept,
     kept_list,
     kept_of,
+    layer_tensors,
+    learns_base,
+    refuse_learning_base,
 )
 from shardwright.kernels.grouped_lora_mlp.rows import Rows
 from shardwright.kernels.moe_layer import configs, contract
 from shardwright.kernels.moe_layer.triton import weight_grad_kernel
 from shardwright.kernels.permute.configs import most_tiles
-from shardwright.kernels.permute.op import Tiles, launch_combine, route, tile_buffer_size
+from shardwright.kernels.permute.op import Tiles, launch_combine, launch_route, tile_buffer_size
+
+ADMITTED = Admitted()
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,10 @@ class Index:
     entry: Tensor
     place: Tensor
 
-    def rows(self, experts: int) -> Rows:
+    def rows(self, experts: int, token: object | None) -> Rows:
         R = self.entry.shape[0]
-        return Rows(R, Tiles(self.buffer, experts, most_tiles(R, experts)), self.entry, self.place.shape[1])
+        tiles = Tiles(self.buffer, experts, most_tiles(R, experts))
+        return Rows(R, tiles, self.entry, self.place.shape[1], token)
 
 
 @dataclass(frozen=True)
@@ -60,24 +68,37 @@ class Wants:
 
 def run_forward(
     choice: Choice, w: Weights, x: Tensor, ids: Tensor, weights: Tensor, keep: bool
-) -> tuple[Tensor, Index, Kept]:
-    """``out [T, H]``, the routing's index, and what is kept for the backward."""
-    check(x, None, w, choice, op=contract.NAME)
+) -> tuple[Tensor, Index, Kept, object | None]:
+    """``out [T, H]``, the routing's index, what is kept for the backward, and the layout's token."""
     E = w.gate_up.shape[0]
-    contract.check_routing(x, ids, weights, E, interpreted=device.interpreted())
-    routing = route(ids, E)
+
+    def guards() -> None:
+        check(x, None, w, choice, op=contract.NAME)
+        contract.check_routing(x, ids, weights, E, interpreted=device.interpreted())
+
+    token = ADMITTED.check((x, ids, weights, *layer_tensors(w)), (choice, learns_base(w)), guards)
+    routing = launch_route(ids, E, token)
     index = Index(routing.tiles.buffer, routing.entry, routing.place)
-    y, kept = compute.forward(choice, w, x, index.rows(E), keep)
+    rows = Rows(routing.rows, routing.tiles, routing.entry, ids.shape[1], token)
+    y, kept = compute.forward(choice, w, x, rows, keep)
     out = torch.empty_like(x)
-    launch_combine(y, routing.place, weights, out)
-    return out, index, kept
+    launch_combine(y, routing.place, weights, out, key_of(token, "combine"))
+    return out, index, kept, token
 
 
 def run_backward(
-    choice: Choice, w: Weights, x: Tensor, weights: Tensor, index: Index, kept: Kept, dout: Tensor, wants: Wants
+    choice: Choice,
+    w: Weights,
+    x: Tensor,
+    weights: Tensor,
+    index: Index,
+    kept: Kept,
+    dout: Tensor,
+    wants: Wants,
+    token: object | None = None,
 ) -> tuple[Tensor | None, Tensor | None, compute.Gradients]:
     """``dx [T, H]``, ``dweights [T, K]``, and the adapters' gradients."""
-    rows = index.rows(w.gate_up.shape[0])
+    rows = index.rows(w.gate_up.shape[0], token)
     found = compute.backward(
         choice,
         w,
@@ -94,13 +115,18 @@ def run_backward(
     dx = dweights = None
     if found.dx is not None:
         dx = torch.empty_like(x)
-        launch_combine(found.dx, index.place, None, dx)
+        launch_combine(found.dx, index.place, None, dx, key_of(token, "combine-dx"))
     if found.part is not None:
         dweights = torch.empty_like(weights)
         N = weights.numel()
-        if N:
+        tensors, key = (found.part, index.place, dweights), key_of(token, "weight-grad")
+        if N and not again(key, tensors):
             with device.current(x):
-                weight_grad_kernel[(-(-N // configs.WEIGHT_ENTRIES),)](
+                start(
+                    key,
+                    tensors,
+                    weight_grad_kernel,
+                    (-(-N // configs.WEIGHT_ENTRIES),),
                     found.part,
                     index.place,
                     dweights,
@@ -126,7 +152,7 @@ class MoeLayer(torch.autograd.Function):
         *factors: Optional,
     ) -> Tensor:
         w = Weights(gate_up, down, *factors)
-        out, index, kept = run_forward(choice, w, x, ids, weights, keep=True)
+        out, index, kept, ctx.token = run_forward(choice, w, x, ids, weights, keep=True)
         ctx.save_for_backward(
             x, weights, gate_up, down, *factors, index.buffer, index.entry, index.place, *vars(kept).values()
         )
@@ -140,7 +166,7 @@ class MoeLayer(torch.autograd.Function):
         w, index, kept = Weights(gate_up, down, *rest[:4]), Index(*rest[4:7]), Kept(*rest[7:])
         needs = ctx.needs_input_grad
         wants = Wants(needs[1], needs[3], any(needs[6:8]), any(needs[8:10]))
-        dx, dweights, found = run_backward(ctx.choice, w, x, weights, index, kept, dout, wants)
+        dx, dweights, found = run_backward(ctx.choice, w, x, weights, index, kept, dout, wants, ctx.token)
         return (None, dx, None, dweights, None, None, found.up_a, found.up_b, found.down_a, found.down_b)
 
 
@@ -160,7 +186,7 @@ def moe_layer_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``out``, the routing's index (three), gu, h, z_up, z_down as one opaque node for tracers."""
     w = Weights(gate_up, down, up_a, up_b, down_a, down_b)
-    out, index, kept = run_forward(decode(numbers, flags), w, x, ids, weights, keep=True)
+    out, index, kept, _ = run_forward(decode(numbers, flags), w, x, ids, weights, keep=True)
     gu, h, z_up, z_down = kept_list(kept, x)
     return out, index.buffer, index.entry, index.place, gu, h, z_up, z_down
 
@@ -285,4 +311,5 @@ def moe_layer(
         return moe_layer_forward(x, ids, weights, gate_up, down, *factors, *encode(choice))[0]
     if not wants_gradient(x, weights, *given):
         return run_forward(choice, Weights(gate_up, down, *factors), x, ids, weights, keep=False)[0]
+    refuse_learning_base(contract.NAME, Weights(gate_up, down))
     return cast(Tensor, MoeLayer.apply(choice, x, ids, weights, gate_up, down, *factors))

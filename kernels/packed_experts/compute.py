@@ -41,16 +41,23 @@ class PackedWeights:
 
 
 def forward(
-    choice: Choice, w: PackedWeights, x: Tensor, counts: Tensor, keep: bool, dequantise: bool
+    choice: Choice,
+    w: PackedWeights,
+    x: Tensor,
+    counts: Tensor,
+    keep: bool,
+    dequantise: bool,
+    token: object | None = None,
 ) -> tuple[Tensor, Kept, Tiles]:
     """``y [R, H]``, what a backward needs where ``keep``, and the tile list (its offsets end the rows in use)."""
     R, H = x.shape
     if dequantise:
-        rows = Rows(R, make_tiles(counts, R))
+        of = None if token is None else (token, "dequantised")
+        rows = Rows(R, make_tiles(counts, R, of), token=of)
         y, kept = dense.forward(choice, w.dequantised(), x, rows, keep)
         return y, kept, rows.tiles
     pieces = configs.pieces(R, counts.shape[0])
-    rows = launches.make_rows(counts, R, pieces.rows)
+    rows = launches.make_rows(counts, R, pieces.rows, token)
     I, interleaved = w.down.shape[2], choice.layout.interleaved
     gu = x.new_empty((R, (2 if choice.activation.gated else 1) * I)) if keep else None
     h = x.new_empty((R, I))
@@ -58,14 +65,14 @@ def forward(
     if w.up_a is not None and w.up_b is not None:
         rank = w.up_a.shape[1]
         z_up = x.new_empty((R, rank))
-        launch_shrink(x, w.up_a, 1, H, choice.up_scaling, rows, False, z_up)
+        launch_shrink("shrink-up", x, w.up_a, 1, H, choice.up_scaling, rows, False, z_up)
         low = LowRank(z_up, w.up_b, rank, rank, 1)
     launches.launch_gate_up(x, w.gate_up, interleaved, rows, pieces, low, choice.activation, gu, h)
     low = None
     if w.down_a is not None and w.down_b is not None:
         rank = w.down_a.shape[1]
         z_down = x.new_empty((R, rank))
-        launch_shrink(h, w.down_a, 1, I, choice.down_scaling, rows, False, z_down)
+        launch_shrink("shrink-down", h, w.down_a, 1, I, choice.down_scaling, rows, False, z_down)
         low = LowRank(z_down, w.down_b, rank, rank, 1)
     y = x.new_empty((R, H))
     launches.launch_down(h, w.down, rows, pieces, low, y)
@@ -83,6 +90,7 @@ def backward(
     dy: Tensor,
     dequantise: bool,
     *,
+    token: object | None = None,
     wants_x: bool,
     wants_up: bool,
     wants_down: bool,
@@ -90,18 +98,19 @@ def backward(
     """Gradients of x and of the adapters, where asked for; and the tile list."""
     R, H = x.shape
     if dequantise:
-        rows = Rows(R, make_tiles(counts, R))
+        of = None if token is None else (token, "dequantised")
+        rows = Rows(R, make_tiles(counts, R, of), token=of)
         wants = {"wants_x": wants_x, "wants_part": False, "wants_up": wants_up, "wants_down": wants_down}
         return dense.backward(choice, w.dequantised(), x, rows, kept, dy, None, **wants), rows.tiles
     assert kept.gu is not None
     pieces = configs.pieces(R, counts.shape[0])
-    rows = launches.make_rows(counts, R, pieces.rows)
+    rows = launches.make_rows(counts, R, pieces.rows, token)
     F, I, interleaved = kept.gu.shape[1], w.down.shape[2], choice.layout.interleaved
     t_down = t_up = low = None
     if w.down_a is not None and w.down_b is not None:
         rank = w.down_a.shape[1]
         t_down = x.new_empty((R, rank))
-        launch_shrink(dy, w.down_b, rank, 1, choice.down_scaling, rows, False, t_down)
+        launch_shrink("shrink-dout", dy, w.down_b, rank, 1, choice.down_scaling, rows, False, t_down)
         low = LowRank(t_down, w.down_a, rank, 1, I)
     dgu = x.new_empty((R, F))
     launches.launch_activation_bwd(dy, w.down, interleaved, rows, pieces, low, choice.activation, kept.gu, dgu)
@@ -109,7 +118,7 @@ def backward(
     if w.up_a is not None and w.up_b is not None:
         rank = w.up_a.shape[1]
         t_up = x.new_empty((R, rank))
-        launch_shrink(dgu, w.up_b, rank, 1, choice.up_scaling, rows, False, t_up)
+        launch_shrink("shrink-dgu", dgu, w.up_b, rank, 1, choice.up_scaling, rows, False, t_up)
         low = LowRank(t_up, w.up_a, rank, 1, H)
     dx = up_a = up_b = down_a = down_b = None
     if wants_x:
@@ -119,12 +128,12 @@ def backward(
         assert t_up is not None and kept.z_up is not None
         rank = w.up_a.shape[1]
         up_a, up_b = w.up_a.new_empty(w.up_a.shape), w.up_b.new_empty(w.up_b.shape)
-        launch_adapter_grad(x, t_up, rows, False, None, up_a, 1, H)
-        launch_adapter_grad(dgu, kept.z_up, rows, False, None, up_b, rank, 1)
+        launch_adapter_grad("up_a", x, t_up, rows, False, None, up_a, 1, H)
+        launch_adapter_grad("up_b", dgu, kept.z_up, rows, False, None, up_b, rank, 1)
     if wants_down and w.down_a is not None and w.down_b is not None:
         assert t_down is not None and kept.z_down is not None and kept.h is not None
         rank = w.down_a.shape[1]
         down_a, down_b = w.down_a.new_empty(w.down_a.shape), w.down_b.new_empty(w.down_b.shape)
-        launch_adapter_grad(kept.h, t_down, rows, False, None, down_a, 1, I)
-        launch_adapter_grad(dy, kept.z_down, rows, False, None, down_b, rank, 1)
+        launch_adapter_grad("down_a", kept.h, t_down, rows, False, None, down_a, 1, I)
+        launch_adapter_grad("down_b", dy, kept.z_down, rows, False, None, down_b, rank, 1)
     return Gradients(dx, None, up_a, up_b, down_a, down_b), rows.tiles

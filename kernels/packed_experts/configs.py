@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwright.kernels import tuned
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -17,6 +19,13 @@ class Tile:
     group: int
     warps: int
     stages: int
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Whether a dequantised copy of a layer's stacks is made."""
+
+    made: bool
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,9 @@ where a backward follows and shares the copy, and for a forward alone. One H200,
 
 def dequantises(rows: int, experts: int, *, trains: bool) -> bool:
     """Whether the stacks are dequantised to the workspace first, for ``rows`` rows in all."""
-    return rows >= (DEQUANTISE_ROWS if trains else DEQUANTISE_ROWS_ALONE) * experts
+    default = Copies(rows >= (DEQUANTISE_ROWS if trains else DEQUANTISE_ROWS_ALONE) * experts)
+    kernel = "copies" if trains else "copies-alone"
+    return tuned.lookup("packed_experts", kernel, tuned.bucket(R=rows, E=experts), default).made
 
 
 def pieces(rows: int, experts: int) -> Pieces:

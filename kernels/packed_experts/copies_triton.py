@@ -39,10 +39,10 @@ def dequantise_kernel(
         tl.store(out + HALF, high, mask=live)
 
 
-@triton.jit(do_not_specialize=["R"])
-def zero_tail_kernel(y_ptr, end_ptr, R, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Zero the rows of ``y [R, H]`` from ``end`` on; a program whose rows all lie before it only looks."""
-    end = tl.load(end_ptr)
+@triton.jit(do_not_specialize=["R", "E"])
+def zero_tail_kernel(y_ptr, offsets_ptr, R, E, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Zero the rows of ``y [R, H]`` after the last expert's; a program whose rows all lie before it only looks."""
+    end = tl.load(offsets_ptr + E)
     start = tl.program_id(0) * ROWS
     stop = tl.minimum(start + ROWS, R)
     columns = tl.arange(0, COLUMNS)

@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from shardwright.kernels import device
+from shardwright.kernels.bound import again, key_of, start
 from shardwright.kernels.grouped_lora_mlp.contract import Activation
 from shardwright.kernels.grouped_lora_mlp.rows import LowRank, Rows
 from shardwright.kernels.packed_experts import configs
@@ -23,7 +24,7 @@ from shardwright.kernels.permute.op import Tiles
 from shardwright.kernels.permute.triton import tile_kernel
 
 
-def make_rows(counts: Tensor, R: int, most_rows: int) -> Rows:
+def make_rows(counts: Tensor, R: int, most_rows: int, token: object | None = None) -> Rows:
     """The tile list of ``counts [E]``, with tiles of at most ``most_rows`` rows."""
     E = counts.shape[0]
     most = R // most_rows + min(R, E)
@@ -31,8 +32,16 @@ def make_rows(counts: Tensor, R: int, most_rows: int) -> Rows:
     buffer = torch.empty(whole + 4 + 3 * 4 * -(-max(most, 1) // 4), dtype=torch.int32, device=counts.device)
     tiles = Tiles(buffer, E, most)
     expert, first, last = tiles.lists()
+    rows = Rows(R, tiles, token=token)
+    tensors, key = (counts, tiles.offsets, expert, first, last, tiles.count), key_of(token, "tiles")
+    if again(key, tensors):
+        return rows
     with device.current(counts):
-        tile_kernel[(1,)](
+        start(
+            key,
+            tensors,
+            tile_kernel,
+            (1,),
             counts,
             tiles.offsets,
             expert,
@@ -44,7 +53,7 @@ def make_rows(counts: Tensor, R: int, most_rows: int) -> Rows:
             BINS=power_of_two(E),
             num_warps=WARPS,
         )
-    return Rows(R, tiles)
+    return rows
 
 
 def _row_tiles(x: Tensor, pieces: Pieces, BK: int) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -77,14 +86,25 @@ def launch_gate_up(
         return
     H, I, at = x.shape[1], h.shape[1], configs.GATE_UP
     F = (2 if activation.gated else 1) * I
-    v = w.values
-    gate, up = (v[:, 0::2], v[:, 1::2]) if interleaved else (v[:, :I], v[:, I:])
-    gate_desc = _stack(gate, at.BN, _bytes(w, 64))
-    up_desc = _stack(up, at.BN, _bytes(w, 64)) if activation.gated else gate_desc
+    v, up = w.values, None
+    gate = v
+    if activation.gated:
+        gate, up = (v[:, 0::2], v[:, 1::2]) if interleaved else (v[:, :I], v[:, I:])
     expert, first, last = rows.tiles.lists()
     P0, P1, P2 = activation.parameters
+    z, b = (None, None) if low is None else (low.z, low.b)
+    tensors = (x, gate, up, w.scales, gu, h, z, b, expert, first, last, rows.tiles.count)
+    key = key_of(rows.token, "gate_up", gu is None)
+    if again(key, tensors):
+        return
+    gate_desc = _stack(gate, at.BN, _bytes(w, 64))
+    up_desc = gate_desc if up is None else _stack(up, at.BN, _bytes(w, 64))
     with device.current(x):
-        packed_gate_up_kernel[(rows.tiles.most * -(-I // at.BN),)](
+        start(
+            key,
+            tensors,
+            packed_gate_up_kernel,
+            (rows.tiles.most * -(-I // at.BN),),
             *_row_tiles(x, pieces, 64),
             gate_desc,
             up_desc,
@@ -127,8 +147,17 @@ def launch_down(x: Tensor, w: PackedStack, rows: Rows, pieces: Pieces, low: LowR
         return
     N, K, at = y.shape[1], x.shape[1], configs.ALONG
     expert, first, last = rows.tiles.lists()
+    z, b = (None, None) if low is None else (low.z, low.b)
+    tensors = (x, w.values, w.scales, y, z, b, expert, first, last, rows.tiles.count)
+    key = key_of(rows.token, "down")
+    if again(key, tensors):
+        return
     with device.current(x):
-        packed_rows_kernel[(rows.tiles.most * -(-N // at.BN),)](
+        start(
+            key,
+            tensors,
+            packed_rows_kernel,
+            (rows.tiles.most * -(-N // at.BN),),
             *_row_tiles(x, pieces, 64),
             _stack(w.values, at.BN, _bytes(w, 64)),
             w.scales,
@@ -173,8 +202,17 @@ def launch_activation_bwd(
     I = F // (2 if activation.gated else 1)
     expert, first, last = rows.tiles.lists()
     P0, P1, P2 = activation.parameters
+    z, b = (None, None) if low is None else (low.z, low.b)
+    tensors = (dy, w.values, w.scales, gu, dgu, z, b, expert, first, last, rows.tiles.count)
+    key = key_of(rows.token, "activation-bwd")
+    if again(key, tensors):
+        return
     with device.current(dy):
-        packed_activation_bwd_kernel[(rows.tiles.most * -(-I // at.BN),)](
+        start(
+            key,
+            tensors,
+            packed_activation_bwd_kernel,
+            (rows.tiles.most * -(-I // at.BN),),
             *_row_tiles(dy, pieces, at.BK),
             _stack(w.values, at.BK, at.BN // 2),
             w.scales,
@@ -217,8 +255,17 @@ def launch_dx(dgu: Tensor, w: PackedStack, rows: Rows, pieces: Pieces, low: LowR
         return
     N, K, at = dx.shape[1], dgu.shape[1], configs.ACROSS
     expert, first, last = rows.tiles.lists()
+    z, b = (None, None) if low is None else (low.z, low.b)
+    tensors = (dgu, w.values, w.scales, dx, z, b, expert, first, last, rows.tiles.count)
+    key = key_of(rows.token, "dx")
+    if again(key, tensors):
+        return
     with device.current(dgu):
-        packed_dx_kernel[(rows.tiles.most * -(-N // at.BN),)](
+        start(
+            key,
+            tensors,
+            packed_dx_kernel,
+            (rows.tiles.most * -(-N // at.BN),),
             *_row_tiles(dgu, pieces, at.BK),
             _stack(w.values, at.BK, at.BN // 2),
             w.scales,
@@ -267,16 +314,24 @@ def dequantise(w: PackedStack) -> Tensor:
     return out
 
 
-def launch_zero_tail(y: Tensor, tiles: Tiles) -> None:
+def launch_zero_tail(role: str, y: Tensor, tiles: Tiles, token: object | None = None) -> None:
     """Zero the rows of ``y [R, H]`` that belong to no expert."""
     R, H = y.shape
     if R == 0:
         return
+    tensors, key = (y, tiles.offsets), key_of(token, role)
+    if again(key, tensors):
+        return
     with device.current(y):
-        zero_tail_kernel[(-(-R // configs.TAIL_ROWS),)](
+        start(
+            key,
+            tensors,
+            zero_tail_kernel,
+            (-(-R // configs.TAIL_ROWS),),
             y,
-            tiles.offsets[-1:],
+            tiles.offsets,
             R,
+            tiles.experts,
             H=H,
             ROWS=configs.TAIL_ROWS,
             COLUMNS=configs.TAIL_COLUMNS,

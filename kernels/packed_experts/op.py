@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwright.kernels import device, guards
+from shardwright.kernels.admitted import Admitted
 from shardwright.kernels.dispatch import direct, wants_gradient
 from shardwright.kernels.grouped_lora_mlp import contract as grouped_contract
 from shardwright.kernels.grouped_lora_mlp.compute import Choice, Gradients, Kept
@@ -29,6 +30,7 @@ from shardwright.kernels.packed_experts.compute import PackedWeights
 from shardwright.kernels.packed_experts.storage import PackedStack
 
 Optional = Tensor | None
+ADMITTED = Admitted()
 
 
 def check(x: Tensor, counts: Tensor, w: PackedWeights, choice: Choice, *, real: bool = True) -> None:
@@ -58,13 +60,21 @@ def check(x: Tensor, counts: Tensor, w: PackedWeights, choice: Choice, *, real: 
 
 def run_forward(
     choice: Choice, w: PackedWeights, x: Tensor, counts: Tensor, keep: bool, dequantise: bool | None = None
-) -> tuple[Tensor, Kept]:
-    """``y [R, H]`` and what is kept; rows past ``sum(counts)`` are zero. ``dequantise`` overrides the table."""
-    check(x, counts, w, choice)
+) -> tuple[Tensor, Kept, object | None]:
+    """``y [R, H]``, what is kept, and the layout's token; rows past ``sum(counts)`` are zero.
+
+    ``dequantise`` overrides the table.
+    """
+    stacks = (w.gate_up.values, w.gate_up.scales, w.down.values, w.down.scales)
+    token = ADMITTED.check(
+        (x, counts, *stacks, w.up_a, w.up_b, w.down_a, w.down_b),
+        (choice, w.gate_up.kind, w.down.kind),
+        lambda: check(x, counts, w, choice),
+    )
     chosen = configs.dequantises(x.shape[0], counts.shape[0], trains=keep) if dequantise is None else dequantise
-    y, kept, tiles = compute.forward(choice, w, x, counts, keep, chosen)
-    launches.launch_zero_tail(y, tiles)
-    return y, kept
+    y, kept, tiles = compute.forward(choice, w, x, counts, keep, chosen, token)
+    launches.launch_zero_tail("tail", y, tiles, None if token is None else (token, chosen))
+    return y, kept, token
 
 
 def run_backward(
@@ -75,6 +85,7 @@ def run_backward(
     kept: Kept,
     dy: Tensor,
     wants: tuple[bool, bool, bool],
+    token: object | None = None,
     dequantise: bool | None = None,
 ) -> Gradients:
     """Gradients of x (rows past the last expert: zero) and of the adapters."""
@@ -87,12 +98,13 @@ def run_backward(
         kept,
         dy.contiguous(),
         chosen,
+        token=token,
         wants_x=wants[0],
         wants_up=wants[1],
         wants_down=wants[2],
     )
     if found.dx is not None:
-        launches.launch_zero_tail(found.dx, tiles)
+        launches.launch_zero_tail("dx-tail", found.dx, tiles, None if token is None else (token, chosen))
     return found
 
 
@@ -103,7 +115,7 @@ class PackedExperts(torch.autograd.Function):
     def forward(
         ctx: Any, choice: Choice, x: Tensor, counts: Tensor, gate_up: PackedStack, down: PackedStack, *factors: Optional
     ) -> Tensor:
-        y, kept = run_forward(choice, PackedWeights(gate_up, down, *factors), x, counts, keep=True)
+        y, kept, ctx.token = run_forward(choice, PackedWeights(gate_up, down, *factors), x, counts, keep=True)
         ctx.save_for_backward(x, counts, *factors, kept.gu, kept.h, kept.z_up, kept.z_down)
         ctx.choice, ctx.stacks = choice, (gate_up, down)  # frozen and never outputs: no cycle, no version to check
         return y
@@ -113,7 +125,8 @@ class PackedExperts(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, counts, *rest = ctx.saved_tensors
         w, kept, needs = PackedWeights(*ctx.stacks, *rest[:4]), Kept(*rest[4:]), ctx.needs_input_grad
-        found = run_backward(ctx.choice, w, x, counts, kept, dy, (needs[1], any(needs[5:7]), any(needs[7:9])))
+        wants = (needs[1], any(needs[5:7]), any(needs[7:9]))
+        found = run_backward(ctx.choice, w, x, counts, kept, dy, wants, ctx.token)
         return (None, found.dx, None, None, None, found.up_a, found.up_b, found.down_a, found.down_b)
 
 
@@ -140,7 +153,7 @@ def packed_experts_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``y``, gu, h, z_up, z_down as one opaque node for tracers."""
     w = _weights(kind, (gate_up, gate_up_scales, down, down_scales), (up_a, up_b, down_a, down_b))
-    y, kept = run_forward(decode(numbers, flags), w, x, counts, keep=True)
+    y, kept, _ = run_forward(decode(numbers, flags), w, x, counts, keep=True)
     gu, h, z_up, z_down = kept_list(kept, x)
     return y, gu, h, z_up, z_down
 

@@ -5,6 +5,7 @@ Legend: B batch, T tokens, Q and K heads, D head width, W rotary width, P progra
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwright.kernels import device
+from shardwright.kernels.admitted import Admitted
+from shardwright.kernels.bound import again, key_of, start
 from shardwright.kernels.dispatch import direct, wants_gradient
-from shardwright.kernels.gated_rms_norm.admitted import Admitted
 from shardwright.kernels.guards import VECTOR_BYTES
 from shardwright.kernels.launch import Launch
 from shardwright.kernels.qk_norm_rope import configs, contract
@@ -79,14 +81,22 @@ def launch_forward(
     q_out: Tensor,
     k_out: Tensor,
     launch: Launch,
+    key: Hashable = None,
 ) -> None:
     """Fill ``q_out`` and ``k_out`` (dense); nothing is launched for zero tokens."""
     RQ, RK = q.numel() // q.shape[-1], k.numel() // k.shape[-1]
     if RQ == 0:
         return
+    tensors = (q, k, q_out, k_out, q_weight, k_weight, cos, sin)
+    if again(key, tensors):
+        return
     tiles = -(-RQ // launch.rows)
     with device.current(q):
-        qk_norm_rope_fwd_kernel[(tiles - (-RK // launch.rows),)](
+        start(
+            key,
+            tensors,
+            qk_norm_rope_fwd_kernel,
+            (tiles - (-RK // launch.rows),),
             q,
             k,
             q_out,
@@ -133,6 +143,7 @@ def launch_backward(
     dk: Tensor,
     dweights: tuple[Tensor, Tensor] | None,
     launch: Launch,
+    token: object | None = None,
 ) -> None:
     """Fill ``dq`` and ``dk`` (dense) and, where the weights learn, both gradients of them."""
     RQ, RK = q.numel() // q.shape[-1], k.numel() // k.shape[-1]
@@ -142,13 +153,23 @@ def launch_backward(
         return
     most = launch.programs_per_sm * device.multiprocessors(q)
     PQ, PK = share((-(-RQ // launch.rows), -(-RK // launch.rows)), most)
-    partials: tuple[Tensor, Tensor] = (dq, dk)
+    partials: tuple[Tensor | None, Tensor | None] = (None, None)
     if dweights is not None:
         sizes = ((PQ, q.shape[-1]), (PK, k.shape[-1]))
         q_partial, k_partial = (torch.empty(size, dtype=torch.float32, device=q.device) for size in sizes)
         partials = q_partial, k_partial
+    tensors = (dq_out, dk_out, q, k, dq, dk, q_weight, k_weight, *partials, cos, sin)
+    # Gradients' heads and tokens may lie anywhere: the token does not know their strides.
+    key = key_of(token, "bwd", dweights is None, dq_out.stride(), dk_out.stride())
+    if again(key, tensors):
+        sum_weight_gradients(partials, dweights, token)
+        return
     with device.current(q):
-        qk_norm_rope_bwd_kernel[(PQ + PK,)](
+        start(
+            key,
+            tensors,
+            qk_norm_rope_bwd_kernel,
+            (PQ + PK,),
             dq_out,
             dk_out,
             q,
@@ -157,7 +178,8 @@ def launch_backward(
             dk,
             q if q_weight is None else q_weight,
             k if k_weight is None else k_weight,
-            *partials,
+            dq if partials[0] is None else partials[0],
+            dk if partials[1] is None else partials[1],
             cos,
             sin,
             RQ,
@@ -180,9 +202,18 @@ def launch_backward(
             STAGES=launch.stages,
             num_warps=launch.warps,
         )
-        if dweights is not None:
-            for partial, dweight in zip(partials, dweights, strict=True):
-                reduce_weight_gradient(partial, dweight)
+        sum_weight_gradients(partials, dweights, token)
+
+
+def sum_weight_gradients(
+    partials: tuple[Tensor | None, Tensor | None], dweights: tuple[Tensor, Tensor] | None, token: object | None
+) -> None:
+    """Both weights' gradients from the programs' partial sums, where they learn."""
+    if dweights is None:
+        return
+    for role, partial, dweight in zip(("dq_weight", "dk_weight"), partials, dweights, strict=True):
+        assert partial is not None
+        reduce_weight_gradient(partial, dweight, key_of(token, role))
 
 
 def compute_forward(
@@ -193,10 +224,10 @@ def compute_forward(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     settings: Settings,
-) -> tuple[Tensor, Tensor]:
-    """Guards, then both outputs, dense, in the inputs' dtype."""
+) -> tuple[Tensor, Tensor, object | None]:
+    """Guards, then both outputs, dense, in the inputs' dtype; and the layout's token."""
     width, pairing, _, eps, _ = settings
-    ADMITTED.check(
+    token = ADMITTED.check(
         (q, k, cos, sin, q_weight, k_weight),
         settings,
         lambda: contract.check(
@@ -206,8 +237,8 @@ def compute_forward(
     contract.refuse_learning_tables(cos, sin)
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     launch = configs.forward(tile_width(q, k, settings))
-    launch_forward(q, k, cos, sin, q_weight, k_weight, settings, q_out, k_out, launch)
-    return q_out, k_out
+    launch_forward(q, k, cos, sin, q_weight, k_weight, settings, q_out, k_out, launch, key_of(token, "fwd"))
+    return q_out, k_out, token
 
 
 def dense_inside(gradient: Tensor) -> Tensor:
@@ -231,6 +262,7 @@ def compute_backward(
     k_weight: Tensor | None,
     settings: Settings,
     weight_gradient: bool,
+    token: object | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """``dq`` and ``dk``, dense; the gradients of both weights (``None`` where they are frozen or absent)."""
     dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
@@ -242,7 +274,7 @@ def compute_backward(
     )
     launch = configs.backward(tile_width(q, k, settings))
     given = dense_inside(dq_out), dense_inside(dk_out)
-    launch_backward(*given, q, k, cos, sin, q_weight, k_weight, settings, dq, dk, dweights, launch)
+    launch_backward(*given, q, k, cos, sin, q_weight, k_weight, settings, dq, dk, dweights, launch, token)
     return (dq, dk, None, None) if dweights is None else (dq, dk, *dweights)
 
 
@@ -262,7 +294,8 @@ class QkNormRope(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, cos, sin, q_weight, k_weight)
         ctx.settings = settings
-        return compute_forward(q, k, cos, sin, q_weight, k_weight, settings)
+        q_out, k_out, ctx.token = compute_forward(q, k, cos, sin, q_weight, k_weight, settings)
+        return q_out, k_out
 
     @staticmethod
     @once_differentiable
@@ -270,7 +303,7 @@ class QkNormRope(torch.autograd.Function):
         q, k, cos, sin, q_weight, k_weight = ctx.saved_tensors
         learns = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
         dq, dk, dq_weight, dk_weight = compute_backward(
-            dq_out, dk_out, q, k, cos, sin, q_weight, k_weight, ctx.settings, learns
+            dq_out, dk_out, q, k, cos, sin, q_weight, k_weight, ctx.settings, learns, ctx.token
         )
         return dq, dk, None, None, dq_weight, dk_weight, None
 
@@ -291,7 +324,8 @@ def qk_norm_rope_forward(
 ) -> tuple[Tensor, Tensor]:
     """Both rotated tensors as one opaque node for tracers."""
     settings = Settings(width, pairing, last, eps, unit_offset)
-    return compute_forward(q, k, cos, sin, q_weight, k_weight, settings)
+    q_out, k_out, _ = compute_forward(q, k, cos, sin, q_weight, k_weight, settings)
+    return q_out, k_out
 
 
 @qk_norm_rope_forward.register_fake
@@ -423,5 +457,6 @@ def qk_norm_rope(
             qk_norm_rope_forward(q, k, cos, sin, q_weight, k_weight, width, pairing, last, eps, unit_offset),
         )
     if not wants_gradient(*tensors):
-        return compute_forward(q, k, cos, sin, q_weight, k_weight, settings)
+        q_out, k_out, _ = compute_forward(q, k, cos, sin, q_weight, k_weight, settings)
+        return q_out, k_out
     return cast(tuple[Tensor, Tensor], QkNormRope.apply(q, k, cos, sin, q_weight, k_weight, settings))

@@ -97,7 +97,7 @@ def sweep_backward(
         piece = slice(at, at + 2048)
         exact_dweight += (dy[piece].double() * x[piece].double() * rstd[piece].double()[:, None]).sum(0)
     assert leaf.grad is not None
-    run = lambda launch: op.launch_backward(dy, x, weight, rstd, dx, dweight, launch)  # noqa: E731
+    run = lambda launch: op.launch_backward(dy, x, weight, rstd, EPS, dx, dweight, launch)  # noqa: E731
     return run, [(dx, leaf.grad), (dweight, exact_dweight)]
 
 
@@ -128,7 +128,9 @@ def compile_cases() -> tuple[CompileCase, ...]:
             for learns in (True, False):
                 name = f"rms_norm_bwd/{'dw' if learns else 'frozen'}"
                 launch = configs.backward(H)
-                found.append(row_case(name, rms_norm_bwd_kernel, H, dtype, launch, WEIGHT_GRADIENT=learns))
+                found.append(
+                    row_case(name, rms_norm_bwd_kernel, H, dtype, launch, SINGLE=False, WEIGHT_GRADIENT=learns)
+                )
     types = arguments(rms_norm_bwd_weight_kernel, "bfloat16", ("partial_ptr",))
     blocks = {"BLOCK_P": configs.WEIGHT_BLOCK_P, "BLOCK_H": configs.WEIGHT_BLOCK_H}
     aligned = ("partial_ptr", "dweight_ptr", "H")

@@ -5,6 +5,7 @@ Legend: T rows, H hidden, P programs.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwright.kernels import device
+from shardwright.kernels.admitted import Admitted
+from shardwright.kernels.bound import again, key_of, start
 from shardwright.kernels.dispatch import direct, wants_gradient
 from shardwright.kernels.launch import Launch, columns
 from shardwright.kernels.rms_norm import configs, contract
@@ -21,15 +24,26 @@ from shardwright.kernels.rms_norm.triton import (
     rms_norm_fwd_kernel,
 )
 
+ADMITTED = Admitted()
 
-def launch_forward(x: Tensor, weight: Tensor, eps: float, y: Tensor, rstd: Tensor, launch: Launch) -> None:
+
+def launch_forward(
+    x: Tensor, weight: Tensor, eps: float, y: Tensor, rstd: Tensor, launch: Launch, key: Hashable = None
+) -> None:
     """Fill ``y [T, H]`` and ``rstd [T]``; nothing is launched for zero rows."""
     H = weight.shape[0]
     T = x.numel() // H
     if T == 0:
         return
+    tensors = (x, weight, y, rstd)
+    if again(key, tensors):
+        return
     with device.current(x):
-        rms_norm_fwd_kernel[(launch.grid(T, device.multiprocessors(x)),)](
+        start(
+            key,
+            tensors,
+            rms_norm_fwd_kernel,
+            (launch.grid(T, device.multiprocessors(x)),),
             x,
             weight,
             y,
@@ -46,7 +60,15 @@ def launch_forward(x: Tensor, weight: Tensor, eps: float, y: Tensor, rstd: Tenso
 
 
 def launch_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dx: Tensor, dweight: Tensor | None, launch: Launch
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    eps: float,
+    dx: Tensor,
+    dweight: Tensor | None,
+    launch: Launch,
+    token: object | None = None,
 ) -> None:
     """Fill ``dx [T, H]`` and, where the weight learns, ``dweight [H]``."""
     H = weight.shape[0]
@@ -56,31 +78,48 @@ def launch_backward(
             dweight.zero_()
         return
     P = launch.grid(T, device.multiprocessors(x))
-    partial = rstd if dweight is None else torch.empty((P, H), dtype=torch.float32, device=x.device)
+    partial = None if dweight is None else torch.empty((P, H), dtype=torch.float32, device=x.device)
+    tensors, key = (dy, x, weight, rstd, dx, partial), key_of(token, "bwd", dweight is None)
+    if again(key, tensors):
+        if partial is not None and dweight is not None:
+            reduce_weight_gradient(partial, dweight, key_of(token, "dweight"))
+        return
     with device.current(x):
-        rms_norm_bwd_kernel[(P,)](
+        start(
+            key,
+            tensors,
+            rms_norm_bwd_kernel,
+            (P,),
             dy,
             x,
             weight,
             rstd,
             dx,
-            partial,
+            rstd if partial is None else partial,
             T,
             H,
+            eps,
+            SINGLE=H == 1,
             WEIGHT_GRADIENT=dweight is not None,
             ROWS=launch.rows,
             COLUMNS=columns(H),
             STAGES=launch.stages,
             num_warps=launch.warps,
         )
-        if dweight is not None:
-            reduce_weight_gradient(partial, dweight)
+        if partial is not None and dweight is not None:
+            reduce_weight_gradient(partial, dweight, key_of(token, "dweight"))
 
 
-def reduce_weight_gradient(partial: Tensor, dweight: Tensor) -> None:
+def reduce_weight_gradient(partial: Tensor, dweight: Tensor, key: Hashable = None) -> None:
     """Add the programs' partial sums ``[P, H]`` into ``dweight [H]``, in a fixed order."""
     P, H = partial.shape
-    rms_norm_bwd_weight_kernel[(-(-H // configs.WEIGHT_BLOCK_H),)](
+    if again(key, (partial, dweight)):
+        return
+    start(
+        key,
+        (partial, dweight),
+        rms_norm_bwd_weight_kernel,
+        (-(-H // configs.WEIGHT_BLOCK_H),),
         partial,
         dweight,
         P,
@@ -91,18 +130,28 @@ def reduce_weight_gradient(partial: Tensor, dweight: Tensor) -> None:
     )
 
 
-def compute_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Guards, then ``y [..., H]`` in x's dtype and ``rstd [T]`` in fp32."""
-    contract.check(x, weight, eps, interpreted=device.interpreted())
+def admit(x: Tensor, weight: Tensor, eps: float) -> object | None:
+    """All guards; the layout's token."""
+    return ADMITTED.check((x, weight), eps, lambda: contract.check(x, weight, eps, interpreted=device.interpreted()))
+
+
+def compute_forward(x: Tensor, weight: Tensor, eps: float, token: object | None) -> tuple[Tensor, Tensor]:
+    """``y [..., H]`` in x's dtype and ``rstd [T]`` in fp32, of admitted inputs."""
     H = weight.shape[0]
     y = torch.empty_like(x)
     rstd = torch.empty(x.numel() // H, dtype=torch.float32, device=x.device)
-    launch_forward(x, weight, eps, y, rstd, configs.forward(H))
+    launch_forward(x, weight, eps, y, rstd, configs.forward(H), key_of(token, "fwd"))
     return y, rstd
 
 
 def compute_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, weight_gradient: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    eps: float,
+    weight_gradient: bool,
+    token: object | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``dx [..., H]`` and ``dweight [H]`` (``None`` where the weight is frozen).
 
@@ -110,7 +159,7 @@ def compute_backward(
     """
     dx = torch.empty_like(x)
     dweight = torch.empty_like(weight) if weight_gradient else None
-    launch_backward(dy.contiguous(), x, weight, rstd, dx, dweight, configs.backward(weight.shape[0]))
+    launch_backward(dy.contiguous(), x, weight, rstd, eps, dx, dweight, configs.backward(weight.shape[0]), token)
     return dx, dweight
 
 
@@ -119,22 +168,24 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, rstd = compute_forward(x, weight, eps)
+        ctx.token = admit(x, weight, eps)
+        y, rstd = compute_forward(x, weight, eps, ctx.token)
         ctx.save_for_backward(x, weight, rstd)
+        ctx.eps = eps
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, rstd = ctx.saved_tensors
-        dx, dweight = compute_backward(dy, x, weight, rstd, ctx.needs_input_grad[1])
+        dx, dweight = compute_backward(dy, x, weight, rstd, ctx.eps, ctx.needs_input_grad[1], ctx.token)
         return dx, dweight, None
 
 
 @torch.library.custom_op("shardwright::rms_norm_forward", mutates_args=())
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``y [..., H]`` and ``rstd [T]`` as one opaque node for tracers."""
-    return compute_forward(x, weight, eps)
+    return compute_forward(x, weight, eps, admit(x, weight, eps))
 
 
 @rms_norm_forward.register_fake
@@ -145,25 +196,26 @@ def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("shardwright::rms_norm_backward", mutates_args=())
 def rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, weight_gradient: bool
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, eps: float, weight_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """``dx [..., H]`` and ``dweight [H]`` (empty where the weight is frozen)."""
-    dx, dweight = compute_backward(dy, x, weight, rstd, weight_gradient)
+    dx, dweight = compute_backward(dy, x, weight, rstd, eps, weight_gradient)
     return dx, weight.new_empty(0) if dweight is None else dweight
 
 
 @rms_norm_backward.register_fake
-def _(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, weight_gradient: bool) -> tuple[Tensor, Tensor]:
+def _(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, eps: float, weight_gradient: bool) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), weight.new_empty(weight.shape[0] if weight_gradient else 0)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(inputs[0], inputs[1], output[1])
+    ctx.eps = inputs[2]
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    dx, dweight = rms_norm_backward(dy, *ctx.saved_tensors, ctx.needs_input_grad[1])
+    dx, dweight = rms_norm_backward(dy, *ctx.saved_tensors, ctx.eps, ctx.needs_input_grad[1])
     return (dx if ctx.needs_input_grad[0] else None), (dweight if ctx.needs_input_grad[1] else None), None
 
 
@@ -188,5 +240,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y, _ = rms_norm_forward(x, weight, eps)
         return y
     if not wants_gradient(x, weight):
-        return compute_forward(x, weight, eps)[0]
+        return compute_forward(x, weight, eps, admit(x, weight, eps))[0]
     return cast(Tensor, RmsNorm.apply(x, weight, eps))

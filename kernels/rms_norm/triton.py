@@ -46,6 +46,21 @@ def rms_norm_fwd_kernel(
         tl.store(rstd_ptr + rows, rstd, mask=rows < T)
 
 
+@triton.jit
+def norm_gradient(scaled, normalised, rstd, eps, H, SINGLE: tl.constexpr):
+    """``rstd·(g - x̂·mean(g·x̂))`` of rows g = ``scaled`` and x̂ = ``normalised``, both ``[ROWS, COLUMNS]``.
+
+    A row of one column (``SINGLE``) is g·rstd·(1 - x̂²), whose difference cancels but for eps: there
+    1 - x̂² = eps·rstd² is taken, and NaN of x̂ kept.
+    """
+    if SINGLE:
+        dx = scaled * (eps * rstd * rstd * rstd)[:, None]
+        return tl.where(normalised == normalised, dx, normalised)
+    else:
+        along = tl.sum(scaled * normalised, axis=1) / H
+        return (scaled - normalised * along[:, None]) * rstd[:, None]
+
+
 @triton.jit(do_not_specialize=["T"])
 def rms_norm_bwd_kernel(
     dy_ptr,
@@ -56,6 +71,8 @@ def rms_norm_bwd_kernel(
     partial_ptr,
     T,
     H,
+    eps,
+    SINGLE: tl.constexpr,
     WEIGHT_GRADIENT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -78,8 +95,7 @@ def rms_norm_bwd_kernel(
         rstd = tl.load(rstd_ptr + rows, mask=rows < T, other=0.0)
         normalised = x * rstd[:, None]
         scaled = dy * weight.to(tl.float32)[None, :]
-        along = tl.sum(scaled * normalised, axis=1) / H
-        dx = (scaled - normalised * along[:, None]) * rstd[:, None]
+        dx = norm_gradient(scaled, normalised, rstd, eps, H, SINGLE)
         tl.store(dx_ptr + at, dx.to(weight.dtype), mask=mask)
         if WEIGHT_GRADIENT:
             dweight += dy * normalised

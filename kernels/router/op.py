@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwright.kernels import device
+from shardwright.kernels.admitted import Admitted
+from shardwright.kernels.bound import again, key_of, start
 from shardwright.kernels.dispatch import direct, wants_gradient
 from shardwright.kernels.router import configs, contract
 from shardwright.kernels.router.triton import router_bwd_kernel, router_fwd_kernel, router_mean_kernel
@@ -41,10 +43,26 @@ class Settings(NamedTuple):
     renormalise: bool
     scale: float
 
+    def contract(self) -> dict[str, Any]:
+        """What ``contract.check_static`` looks at."""
+        return {name: value for name, value in self._asdict().items() if name != "renormalise"}
 
-def compute_forward(logits: Tensor, bias: Tensor | None, settings: Settings) -> Routing:
-    """Guards, then one pass over the logits and one small reduction; no host wait."""
-    contract.check(logits, bias, interpreted=device.interpreted())
+
+ADMITTED = Admitted()
+
+
+def admit(logits: Tensor, bias: Tensor | None, settings: Settings) -> object | None:
+    """All guards; the layout's token."""
+
+    def guards() -> None:
+        contract.check_static(logits, bias, **settings.contract())
+        contract.check(logits, bias, interpreted=device.interpreted())
+
+    return ADMITTED.check((logits, bias), settings, guards)
+
+
+def compute_forward(logits: Tensor, bias: Tensor | None, settings: Settings, token: object | None = None) -> Routing:
+    """One pass over admitted logits and one small reduction; no host wait."""
     T, E = logits.shape
     new = logits.new_empty
     weights, experts = new((T, settings.k), dtype=torch.float32), new((T, settings.k), dtype=torch.int64)
@@ -55,46 +73,64 @@ def compute_forward(logits: Tensor, bias: Tensor | None, settings: Settings) -> 
     at = configs.forward(T, E, settings.k)
     P = at.programs(T, device.multiprocessors(logits))
     partial = new((P, E), dtype=torch.float32)
-    group_tile, member_tile = configs.tile(E, settings.groups)
-    with device.current(logits):
-        router_fwd_kernel[(P,)](
-            logits,
-            logits if bias is None else bias,
-            weights,
-            experts,
-            counts,
-            partial,
-            settings.scale,
-            T,
-            E=E,
-            K=settings.k,
-            SLOTS=configs.slots(settings.k),
-            G=settings.groups,
-            M=E // settings.groups,
-            GROUPS=group_tile,
-            MEMBERS=member_tile,
-            KEPT=settings.groups_kept,
-            TOP2=settings.group_score == "top2",
-            SOFTMAX=settings.scoring == "softmax",
-            BIASED=bias is not None,
-            RENORMALISE=settings.renormalise,
-            num_warps=at.warps,
-        )
-        router_mean_kernel[(-(-E // configs.MEAN_BLOCK_E),)](
-            partial,
-            mean,
-            P,
-            T,
-            E,
-            BLOCK_P=configs.MEAN_BLOCK_P,
-            BLOCK_E=configs.MEAN_BLOCK_E,
-            num_warps=configs.MEAN_WARPS,
-        )
+    tensors, key = (logits, bias, weights, experts, counts, partial), key_of(token, "fwd")
+    if not again(key, tensors):
+        group_tile, member_tile = configs.tile(E, settings.groups)
+        with device.current(logits):
+            start(
+                key,
+                tensors,
+                router_fwd_kernel,
+                (P,),
+                logits,
+                logits if bias is None else bias,
+                weights,
+                experts,
+                counts,
+                partial,
+                settings.scale,
+                T,
+                E=E,
+                K=settings.k,
+                SLOTS=configs.slots(settings.k),
+                G=settings.groups,
+                M=E // settings.groups,
+                GROUPS=group_tile,
+                MEMBERS=member_tile,
+                KEPT=settings.groups_kept,
+                TOP2=settings.group_score == "top2",
+                SOFTMAX=settings.scoring == "softmax",
+                BIASED=bias is not None,
+                RENORMALISE=settings.renormalise,
+                num_warps=at.warps,
+            )
+    key = key_of(token, "mean")
+    if not again(key, (partial, mean)):
+        with device.current(logits):
+            start(
+                key,
+                (partial, mean),
+                router_mean_kernel,
+                (-(-E // configs.MEAN_BLOCK_E),),
+                partial,
+                mean,
+                P,
+                T,
+                E,
+                BLOCK_P=configs.MEAN_BLOCK_P,
+                BLOCK_E=configs.MEAN_BLOCK_E,
+                num_warps=configs.MEAN_WARPS,
+            )
     return Routing(weights, experts, counts, mean)
 
 
 def compute_backward(
-    dweights: Tensor, dmean: Tensor | None, logits: Tensor, experts: Tensor, settings: Settings
+    dweights: Tensor,
+    dmean: Tensor | None,
+    logits: Tensor,
+    experts: Tensor,
+    settings: Settings,
+    token: object | None = None,
 ) -> Tensor:
     """``dlogits [T, E]`` in the logits' dtype; an expanded gradient is made real rows first."""
     T, E = logits.shape
@@ -103,12 +139,20 @@ def compute_backward(
         return dlogits
     at = configs.backward(T, E, settings.k)
     P = at.programs(T, device.multiprocessors(logits))
+    dweights, dmean = dweights.contiguous(), None if dmean is None else dmean.contiguous()
+    tensors, key = (logits, experts, dweights, dmean, dlogits), key_of(token, "bwd", dmean is None)
+    if again(key, tensors):
+        return dlogits
     with device.current(logits):
-        router_bwd_kernel[(P,)](
+        start(
+            key,
+            tensors,
+            router_bwd_kernel,
+            (P,),
             logits,
             experts,
-            dweights.contiguous(),
-            dweights if dmean is None else dmean.contiguous(),
+            dweights,
+            dweights if dmean is None else dmean,
             dlogits,
             settings.scale,
             T,
@@ -129,7 +173,8 @@ class Router(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, bias: Tensor | None, settings: Settings) -> tuple[Tensor, ...]:
-        routing = compute_forward(logits, bias, settings)
+        ctx.token = admit(logits, bias, settings)
+        routing = compute_forward(logits, bias, settings, ctx.token)
         ctx.save_for_backward(logits, routing.experts)
         ctx.settings = settings
         ctx.mark_non_differentiable(routing.experts, routing.counts)
@@ -146,7 +191,7 @@ class Router(torch.autograd.Function):
             return None, None, None
         if dweights is None:
             dweights = experts.new_zeros(experts.shape, dtype=torch.float32)
-        return compute_backward(dweights, dmean, logits, experts, ctx.settings), None, None
+        return compute_backward(dweights, dmean, logits, experts, ctx.settings, ctx.token), None, None
 
 
 @torch.library.custom_op("shardwright::router_forward", mutates_args=())
@@ -163,7 +208,7 @@ def router_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The four parts of :class:`Routing` as one opaque node for tracers."""
     settings = Settings(k, scoring, groups, groups_kept, group_score, renormalise, scale)
-    weights, experts, counts, mean = compute_forward(logits, bias, settings)
+    weights, experts, counts, mean = compute_forward(logits, bias, settings, admit(logits, bias, settings))
     return weights, experts, counts, mean
 
 
@@ -267,19 +312,10 @@ def router(
         KernelError: an input outside ``contract``.
     """
     settings = Settings(k, scoring, groups, groups_kept, group_score, renormalise, scale)
-    contract.check_static(
-        logits,
-        bias,
-        k=k,
-        scoring=scoring,
-        groups=groups,
-        groups_kept=groups_kept,
-        group_score=group_score,
-        scale=scale,
-    )
     tensors = (logits,) if bias is None else (logits, bias)
     if not direct(*tensors):
+        contract.check_static(logits, bias, **settings.contract())
         return Routing(*router_forward(logits, bias, *settings))
     if not wants_gradient(logits):
-        return compute_forward(logits, bias, settings)
+        return compute_forward(logits, bias, settings, admit(logits, bias, settings))
     return Routing(*cast("tuple[Tensor, ...]", Router.apply(logits, bias, settings)))

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.runtime.agree import on_first_rank
+from shardwright.runtime.balancing import put_on
 from shardwright.runtime.checks.documents import documents_apart
 from shardwright.runtime.checks.fusions import fusions_equal
 from shardwright.runtime.checks.layers import layers_equal
@@ -89,7 +90,11 @@ class FirstStep:
             model, _ = load_plain(files.folder, DTYPES[self.base], device)
             adapters = initial_adapters(self.trainer)
             leaves = add_plain_lora(model, decision.lora_targets, adapters, files.config.text_model_type)
-            return reference_step(model, leaves, self.trainer.batches.global_batch(1), device)
+            rows = 1
+            if self.trainer.balancer is not None:
+                put_on(self.trainer.plan, model, self.trainer.balancer.layers, self.live.meter)
+                rows = self.trainer.strategy.micro_batch_sequences
+            return reference_step(model, leaves, self.trainer.batches.global_batch(1), device, rows)
         finally:
             torch.set_num_threads(threads)
 

@@ -13,15 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoints.build import build_from_config
-from shardwright.checkpoints.reader import ShardReader, read_parameter
+from shardwright.checkpoints.reader import ShardReader
 from shardwright.runtime.agree import on_first_rank
 from shardwright.runtime.batch import as_batch
 from shardwright.runtime.checks.compare import LOSS_TOLERANCE, NORM_TOLERANCE, relative
+from shardwright.runtime.load.decode import read_base
 from shardwright.runtime.lora.init import initial_box
 from shardwright.runtime.lora.inject import adapter_names, adapter_shapes
 from shardwright.runtime.losses import logits_of
 from shardwright.runtime.parallelize import DTYPES, decoder_layers
 from shardwright.runtime.reference import add_plain_lora
+from shardwright.runtime.segments import Bounds, bounds_of, keep_apart, segments
 from shardwright.runtime.train import Trainer
 from shardwright.schemas.run import CheckResult
 
@@ -39,7 +41,8 @@ def layers_equal(trainer: Trainer) -> tuple[CheckResult, ...]:
         logits_of(trainer.live.model, batch.ids, batch.positions)
     for hook in hooks:
         hook.remove()
-    return tuple(_compare(trainer, name, layers[name], *seen[name]) for name in chosen)
+    bounds = None if batch.positions is None else bounds_of(batch.positions)
+    return tuple(_compare(trainer, name, layers[name], *seen[name], bounds) for name in chosen)
 
 
 def first_of_each_kind(layers: dict[str, nn.Module]) -> list[str]:
@@ -69,11 +72,12 @@ def _detached(value: Any) -> Any:
 
 
 def _compare(
-    trainer: Trainer, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    trainer: Trainer, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], bounds: Bounds | None
 ) -> CheckResult:
     base = trainer.recipe.precision.base
     trainer.optimizer.clear()
-    ours = _output(layer(*args, **kwargs))
+    with segments(bounds):
+        ours = _output(layer(*args, **kwargs))
     upstream = torch.randn(ours.shape, generator=torch.Generator().manual_seed(0)).to(ours)
     ours.backward(upstream if trainer.ranks.rank == 0 else torch.zeros_like(upstream))
     mine = {key: grad for key, owned in trainer.optimizer.adapters.items() if (grad := owned.local_grad()) is not None}
@@ -81,7 +85,8 @@ def _compare(
     trainer.optimizer.clear()
 
     def plain() -> tuple[float, float]:
-        theirs, plain_norm = _plain_layer(trainer, name, args, kwargs, upstream)
+        with segments(bounds):
+            theirs, plain_norm = _plain_layer(trainer, name, args, kwargs, upstream)
         error = (ours.detach().float() - theirs.float()).abs().max() / theirs.float().abs().max()
         return float(error), plain_norm
 
@@ -112,11 +117,11 @@ def _plain_layer(
     with ShardReader(files.folder, files.headers) as reader:
         for leaf, value in list(layer.named_parameters()):
             owner = layer.get_submodule(leaf.rpartition(".")[0])
-            read = read_parameter(reader, files.names.reads(f"{name}.{leaf}"), tuple(value.shape))
+            read = read_base(reader, files.names, f"{name}.{leaf}", tuple(value.shape))
             owner._parameters[leaf.rpartition(".")[2]] = nn.Parameter(read.to(device, dtype), requires_grad=False)
         for leaf, buffer in list(layer.named_buffers()):
             owner = layer.get_submodule(leaf.rpartition(".")[0])
-            read = read_parameter(reader, files.names.reads(f"{name}.{leaf}"), tuple(buffer.shape))
+            read = read_base(reader, files.names, f"{name}.{leaf}", tuple(buffer.shape))
             owner._buffers[leaf.rpartition(".")[2]] = read.to(device, buffer.dtype)
     targets = tuple(target for target in decision.lora_targets if target.parameter.startswith(f"{name}."))
     adapters = {}
@@ -125,6 +130,7 @@ def _plain_layer(
             whole = tuple((0, size) for size in shape)
             adapters[adapter] = initial_box(decision.recipe.seeds.lora, adapter, shape, whole).to(device)
     leaves = add_plain_lora(model, targets, adapters, files.config.text_model_type)
+    keep_apart(layer)
     theirs = _output(layer(*args, **kwargs))
     if theirs.requires_grad:
         theirs.backward(upstream)

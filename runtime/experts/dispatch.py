@@ -58,6 +58,12 @@ def exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.Proc
     return out
 
 
+def send_rows(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows to their ranks, and their gradients back."""
+    moved: Tensor = _AllToAll.apply(rows, send, receive, group)
+    return moved
+
+
 def plan_route(top_k_index: Tensor, num_experts: int, ep: int, group: dist.ProcessGroup | None) -> Route:
     """Sort rows by expert and agree on split sizes (one device-to-host copy).
 
@@ -68,22 +74,37 @@ def plan_route(top_k_index: Tensor, num_experts: int, ep: int, group: dist.Proce
         group: the EP group; unused at ep = 1.
     """
     flat = top_k_index.reshape(-1)
-    order = torch.argsort(flat, stable=True)
     counts = rows_of_experts(flat, num_experts)
     if ep == 1 or group is None:
+        order = torch.argsort(flat, stable=True)
         return Route(order, counts, [], [], None, counts.tolist(), counts)
-    local = num_experts // ep
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts, group=group)
-    both = torch.stack((counts, arriving)).view(2, ep, local).tolist()
-    send = [sum(row) for row in both[0]]
-    receive = [sum(row) for row in both[1]]
-    sizes = [sum(column) for column in zip(*both[1], strict=True)]
+    both = torch.stack((counts, arriving)).view(2, ep, -1).tolist()
+    return route_of(top_k_index, counts, arriving.view(ep, -1), both[0], both[1])
+
+
+def route_of(
+    top_k_index: Tensor, counts: Tensor, arriving: Tensor, leaving: list[list[int]], coming: list[list[int]]
+) -> Route:
+    """The route of choices [T, K] whose counts are known.
+
+    Args:
+        top_k_index: [T, K] expert of each choice.
+        counts: [E] rows that this rank sends to each expert.
+        arriving: [ep, L] rows from each rank for each local expert.
+        leaving, coming: rows to and from each rank by its or our local expert, on the host.
+    """
+    flat = top_k_index.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    ep, local = arriving.shape
+    sizes = [sum(column) for column in zip(*coming, strict=True)]
     by_expert = None
     if local > 1:
-        expert_of_row = torch.arange(local, device=flat.device).repeat(ep).repeat_interleave(arriving)
+        expert_of_row = torch.arange(local, device=flat.device).repeat(ep).repeat_interleave(arriving.reshape(-1))
         by_expert = torch.argsort(expert_of_row, stable=True)
-    return Route(order, counts, send, receive, by_expert, sizes, arriving.view(ep, local).sum(0))
+    send, receive = [sum(row) for row in leaving], [sum(row) for row in coming]
+    return Route(order, counts, send, receive, by_expert, sizes, arriving.sum(0))
 
 
 def dispatch(
@@ -107,13 +128,14 @@ def combine(rows: Tensor, route: Route, weights: Tensor, group: dist.ProcessGrou
     tokens, top_k = weights.shape
     if route.send and group is not None:
         if route.by_expert is not None:
-            rows = rows[_inverse(route.by_expert)]
+            rows = rows[inverse(route.by_expert)]
         rows = _AllToAll.apply(rows, route.receive, route.send, group)
-    rows = rows[_inverse(route.order)].view(tokens, top_k, rows.shape[-1])
+    rows = rows[inverse(route.order)].view(tokens, top_k, rows.shape[-1])
     return (rows * weights.unsqueeze(-1)).sum(dim=1).to(rows.dtype)
 
 
-def _inverse(order: Tensor) -> Tensor:
+def inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes another."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), device=order.device)
     return inverse

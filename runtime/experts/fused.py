@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from shardwright.kernels.grouped_lora_mlp.contract import GATED, Activation, Layout
 from shardwright.kernels.registry import OPERATORS
 from shardwright.runtime.experts.balance import rows_of_experts
-from shardwright.runtime.experts.dispatch import combine, dispatch, plan_route
+from shardwright.runtime.experts.dispatch import Route
 from shardwright.runtime.experts.module import LoraExperts
+from shardwright.runtime.experts.overlap import Compute
+from shardwright.runtime.experts.packed import stack_of
 from shardwright.schemas.errors import LegalityError
 from shardwright.schemas.fusion import FusionDecision
 
@@ -75,12 +77,9 @@ def received_rows(module: nn.Module, name: str, decision: FusionDecision) -> For
     experts, activation, layout = _bound(module, name, decision)
     op = OPERATORS["grouped_lora_mlp"].load_op()
 
-    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        route = plan_route(top_k_index, experts.num_experts, experts.ep, experts.group)
-        experts.meter.add(name, route.counts)
-        rows = dispatch(hidden_states, route, top_k_index.shape[-1], experts.group)
+    def compute(rows: Tensor, route: Route) -> Tensor:
         up, low = _adapters(experts, rows.dtype)
-        out = op(
+        out: Tensor = op(
             rows.contiguous(),
             route.local_counts,
             getattr(experts, experts.layout.up),
@@ -90,15 +89,52 @@ def received_rows(module: nn.Module, name: str, decision: FusionDecision) -> For
             activation=activation,
             layout=layout,
         )
-        return combine(out, route, top_k_weights, experts.group)
+        return out
+
+    return _exchanged(experts, compute)
+
+
+def packed_rows(module: nn.Module, name: str, decision: FusionDecision) -> Forward:
+    """``packed_experts`` between dispatch and combine, for stacks that stay packed.
+
+    Raises:
+        LegalityError: ``fusion-experts``.
+    """
+    experts, activation, layout = _bound(module, name, decision, packed=True)
+    op = OPERATORS["packed_experts"].load_op()
+
+    def compute(rows: Tensor, route: Route) -> Tensor:
+        up, low = _adapters(experts, rows.dtype)
+        out: Tensor = op(
+            rows.contiguous(),
+            route.local_counts,
+            stack_of(experts, experts.layout.up),
+            stack_of(experts, experts.layout.down),
+            up=up,
+            low=low,
+            activation=activation,
+            interleaved=layout.interleaved,
+        )
+        return out
+
+    return _exchanged(experts, compute)
+
+
+def _exchanged(experts: LoraExperts, compute: Compute) -> Forward:
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return experts.exchanged(hidden_states, top_k_index, top_k_weights, compute)
 
     return forward
 
 
-def _bound(module: nn.Module, name: str, decision: FusionDecision) -> tuple[LoraExperts, Activation, Layout]:
+def _bound(
+    module: nn.Module, name: str, decision: FusionDecision, packed: bool = False
+) -> tuple[LoraExperts, Activation, Layout]:
     """The experts and what the plan says about them, compared with the live module."""
     if not isinstance(module, LoraExperts):
         raise _refused(name, f"{type(module).__name__} is not run by this runtime's own experts")
+    if packed != (module.packing is not None):
+        raise _refused(name, f"the stacks are kept as {module.packing or 'numbers'}, which this operator does not read")
     if module.weigh_inputs:
         raise _refused(name, "these experts weigh their inputs; the operator weighs outputs")
     if module.layout.biased:

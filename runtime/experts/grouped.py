@@ -121,6 +121,11 @@ def _offsets(sizes: list[int], device: torch.device) -> Tensor:
     return torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
 
 
+def rows_product(x: Tensor, lora_a: Tensor | None) -> type[_Loop] | type[_Grouped]:
+    """How an adapter's own products run beside a base that runs in another way."""
+    return _Loop if lora_a is None else _choose(x, lora_a, lora_a)
+
+
 def _choose(x: Tensor, weight: Tensor, lora_a: Tensor | None) -> type[_Loop] | type[_Grouped]:
     """The grouped product where it exists and every row stride is aligned and there is at least one row."""
     if x.device.type != "cuda" or x.dtype != torch.bfloat16 or x.shape[0] == 0:

@@ -15,10 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.checkpoints.layouts import ExpertLayout
-from shardwright.runtime.experts.balance import LoadMeter
+from shardwright.runtime.experts.balance import LoadMeter, rows_of_experts
 from shardwright.runtime.experts.dense_block import is_dense
-from shardwright.runtime.experts.dispatch import combine, dispatch, plan_route
+from shardwright.runtime.experts.dispatch import Route, combine, dispatch
+from shardwright.runtime.experts.dispatch import plan_route as plan_route
 from shardwright.runtime.experts.grouped import GroupedLoraLinear
+from shardwright.runtime.experts.hierarchical import Nodes, in_two_stages
+from shardwright.runtime.experts.overlap import Compute, in_chunks
+from shardwright.runtime.experts.packed import PackedLoraLinear, Packing, register_stack, stack_of
 from shardwright.schemas.errors import LegalityError
 
 CALLS = (
@@ -38,6 +42,10 @@ class LoraExperts(nn.Module):
     Attributes:
         num_experts: E over all ranks.
         first: global number of the first local expert.
+        local: experts on this rank.
+        chunks: pieces of a micro-batch's rows, of which one travels while another is computed.
+        nodes: how the EP group lies over nodes, where rows travel in two stages.
+        packing: how the stacks stay packed; ``None`` where they are plain parameters.
         weigh_inputs: routing weights multiply what an expert gets, not what it gives.
     """
 
@@ -50,6 +58,9 @@ class LoraExperts(nn.Module):
         ep_rank: int,
         group: dist.ProcessGroup | None,
         meter: LoadMeter,
+        packing: Packing | None = None,
+        chunks: int = 1,
+        nodes: Nodes | None = None,
     ) -> None:
         super().__init__()
         check_call(original, name)
@@ -63,14 +74,26 @@ class LoraExperts(nn.Module):
                 where=name,
                 next_action="choose an ep that divides the number of experts",
             )
-        self.first = ep_rank * local
+        self.first, self.local, self.packing = ep_rank * local, local, packing
         for stack, value in stacks.items():
             shape = (local, *value.shape[1:])
+            if packing is not None and stack in (layout.up, layout.down):
+                out, into = shape[1:] if layout.order == "out_in" else shape[:0:-1]
+                register_stack(self, stack, (local, out, into), packing)
+                continue
             parameter = nn.Parameter(torch.empty(shape, dtype=value.dtype, device=value.device), requires_grad=False)
             self.register_parameter(stack, parameter)
         self.name, self.layout, self.ep, self.group, self.meter = name, layout, ep, group, meter
+        self.chunks, self.nodes = chunks, nodes
         self.scalings: dict[str, float] = {}
         self.weigh_inputs = is_dense(original)
+        if nodes is not None and (chunks > 1 or self.weigh_inputs):
+            raise LegalityError(
+                "dispatch-hierarchical",
+                "two stages run neither in chunks nor for experts that weigh their inputs",
+                where=name,
+                next_action="choose dispatch all_to_all, or overlap none",
+            )
         self._gate = _gate_of(original, layout)
 
     def add_adapter(self, stack: str, a: nn.Parameter, b: nn.Parameter, scaling: float) -> None:
@@ -81,16 +104,41 @@ class LoraExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], [T, K], [T, K] → [T, H]."""
+        return self.exchanged(hidden_states, top_k_index, top_k_weights, self.products)
+
+    def products(self, rows: Tensor, route: Route) -> Tensor:
+        """[N, H] rows of the local experts, grouped → [N, H]: both products and the activation."""
+        up = self._product(rows, self.layout.up, route.sizes)
+        return self._product(self.activate(up), self.layout.down, route.sizes)
+
+    def exchanged(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, compute: Compute) -> Tensor:
+        """Tokens to their experts' ranks, ``compute`` there, and back: whole, or in the plan's chunks."""
+        if self.chunks > 1 and self.group is not None:
+            out, counts = in_chunks(
+                hidden,
+                top_k_index,
+                top_k_weights,
+                compute,
+                chunks=self.chunks,
+                num_experts=self.num_experts,
+                ep=self.ep,
+                group=self.group,
+                weigh_inputs=self.weigh_inputs,
+            )
+            self.meter.add(self.name, counts)
+            return out
+        if self.nodes is not None:
+            self.meter.add(self.name, rows_of_experts(top_k_index, self.num_experts))
+            return in_two_stages(hidden, top_k_index, top_k_weights, compute, self.nodes, self.num_experts)
         route = plan_route(top_k_index, self.num_experts, self.ep, self.group)
         self.meter.add(self.name, route.counts)
+        top_k = top_k_index.shape[-1]
         if self.weigh_inputs:
-            rows = dispatch(hidden_states, route, top_k_index.shape[-1], self.group, top_k_weights)
+            rows = dispatch(hidden, route, top_k, self.group, top_k_weights)
             top_k_weights = torch.ones_like(top_k_weights)
         else:
-            rows = dispatch(hidden_states, route, top_k_index.shape[-1], self.group)
-        up = self._product(rows, self.layout.up, route.sizes)
-        down = self._product(self.activate(up), self.layout.down, route.sizes)
-        return combine(down, route, top_k_weights, self.group)
+            rows = dispatch(hidden, route, top_k, self.group)
+        return combine(compute(rows, route), route, top_k_weights, self.group)
 
     def activate(self, up: Tensor) -> Tensor:
         """The family's own activation of the first product: [N, F] → [N, I]."""
@@ -107,12 +155,16 @@ class LoraExperts(nn.Module):
         bias = getattr(self, f"{stack}_bias") if self.layout.biased else None
         in_out = self.layout.order == "in_out"
         scaling = self.scalings.get(stack, 0.0)
+        if self.packing is not None:
+            packed: Tensor = PackedLoraLinear.apply(rows, stack_of(self, stack), bias, a, b, sizes, scaling)
+            return packed
         y: Tensor = GroupedLoraLinear.apply(rows, getattr(self, stack), bias, a, b, sizes, scaling, in_out)
         return y
 
     def extra_repr(self) -> str:
-        last = self.first + getattr(self, self.layout.down).shape[0]
-        return f"experts {self.first}..{last - 1} of {self.num_experts}, adapters on {sorted(self.scalings)}"
+        held = f", packed as {self.packing}" if self.packing else ""
+        last = self.first + self.local - 1
+        return f"experts {self.first}..{last} of {self.num_experts}{held}, adapters on {sorted(self.scalings)}"
 
 
 def _gate_of(original: nn.Module, layout: ExpertLayout) -> Callable[[Tensor], Tensor]:

@@ -8,6 +8,7 @@ can then read the addresses of the killed ones from it and wait for peers that n
 from __future__ import annotations
 
 import os
+import sys
 
 from shardwright.runtime.launch.process import die_with_parent, tie_children
 
@@ -20,9 +21,13 @@ def main() -> None:
     die_with_parent()
     tie_children()
     os.environ.update(FRESH_STORE)
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.run import main as torchrun
 
-    torchrun()
+    try:
+        torchrun()
+    except SignalException as stopped:  # asked to stop, and the workers have been told: no fault to trace
+        sys.exit(128 + int(stopped.sigval))
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ def render(job: Job, options: LaunchOptions) -> dict[str, str]:
         raise UsageError(
             "no-image",
             "a pod needs a container image with this program in it",
-            where="--image",
-            next_action="name one",
+            where="launch options: image",
+            next_action="write `engine: kubernetes` and `image: REGISTRY/NAME:TAG` into a file for --launch",
         )
     return {
         TRAINJOB: yaml.safe_dump(train_job(job, options), sort_keys=False),

@@ -38,7 +38,17 @@ def render(job: Job, options: LaunchOptions) -> str:
     if job.cuda:
         resources["accelerators"] = f"{options.accelerator or accelerator(job)}:{job.ranks_per_node}"
     task = {"name": job.name, "num_nodes": job.nodes, "resources": resources, "run": run}
-    return yaml.safe_dump(task, sort_keys=False, width=1000)
+    return yaml.dump(task, Dumper=Blocks, sort_keys=False, width=1000)
+
+
+class Blocks(yaml.SafeDumper):
+    """Writes scripts as they read, line by line."""
+
+
+Blocks.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
 
 
 def accelerator(job: Job) -> str:

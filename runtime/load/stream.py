@@ -12,8 +12,11 @@ from torch import nn
 from shardwright.checkpoints.build import rebuild_buffers, state_shapes, tied_names
 from shardwright.checkpoints.headers import Headers
 from shardwright.checkpoints.names import NameMap
-from shardwright.checkpoints.reader import ShardReader, read_parameter
+from shardwright.checkpoints.reader import ShardReader
 from shardwright.runtime.device import Device, peak_host_bytes
+from shardwright.runtime.experts.module import LoraExperts
+from shardwright.runtime.experts.packed import load_stack
+from shardwright.runtime.load.decode import read_base
 from shardwright.runtime.lora.init import initial_box
 from shardwright.runtime.ownership import owned_parameters
 from shardwright.schemas.errors import CheckFailed, CheckpointError
@@ -68,14 +71,19 @@ def load_weights(
             if owned.adapter:
                 value = initial_box(lora_seed, name, owned.shape, owned.box)
             else:
-                value = read_parameter(reader, names.reads(name), owned.shape, owned.box)
+                value = read_base(reader, names, name, owned.shape, owned.box)
                 check_finite(name, value, names)
             owned.local().copy_(value)
             tensors += 1
             if progress is not None:
                 progress(reader.bytes_read, tensors, time.monotonic() - began)
+        for name, module in model.named_modules():
+            if isinstance(module, LoraExperts) and module.packing is not None:
+                for stack in (module.layout.up, module.layout.down):
+                    load_stack(module, stack, f"{name}.{stack}", reader, names, module.layout)
+                    tensors += 1
         for name in _persistent_buffers(model):
-            value = read_parameter(reader, names.reads(name), tuple(model.get_buffer(name).shape))
+            value = read_base(reader, names, name, tuple(model.get_buffer(name).shape))
             check_finite(name, value, names)
             model.get_buffer(name).copy_(value)
             tensors += 1
@@ -88,8 +96,12 @@ def load_weights(
 
 
 def _persistent_buffers(model: nn.Module) -> list[str]:
-    parameters = {name for name, _ in model.named_parameters()}
-    return [name for name in state_shapes(model) if name not in parameters]
+    """Buffers that the files hold; those of packed stacks are filled with their experts."""
+    own = {name for name, _ in model.named_parameters()}
+    for prefix, module in model.named_modules():
+        if isinstance(module, LoraExperts):
+            own.update(f"{prefix}.{name}" for name, _ in module.named_buffers(recurse=False))
+    return [name for name in state_shapes(model) if name not in own]
 
 
 def _complete(names: NameMap, folder: Path) -> None:

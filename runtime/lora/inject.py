@@ -10,7 +10,9 @@ from torch import nn
 from shardwright.checkpoints.layouts import expert_layout
 from shardwright.runtime.experts.balance import LoadMeter
 from shardwright.runtime.experts.dense_block import sparse_forward
+from shardwright.runtime.experts.hierarchical import Nodes
 from shardwright.runtime.experts.module import LoraExperts, check_call
+from shardwright.runtime.experts.packed import Packing
 from shardwright.runtime.lora.linear import LoraLinear
 from shardwright.runtime.mesh import Ranks
 from shardwright.schemas.errors import LegalityError
@@ -49,6 +51,9 @@ def inject(
     meter: LoadMeter,
     dropout: float,
     dtype: torch.dtype,
+    packed: dict[str, Packing] | None = None,
+    chunks: int = 1,
+    nodes: Nodes | None = None,
 ) -> None:
     """Freeze the base; put local experts and adapters in place.
 
@@ -60,6 +65,9 @@ def inject(
         meter: counts rows per expert.
         dropout: on the adapters of dense weights.
         dtype: format of adapters.
+        packed: experts modules whose stacks stay packed.
+        chunks: pieces in which experts exchange their rows.
+        nodes: of the EP group, where rows travel in two stages.
 
     Raises:
         LegalityError: ``target-missing`` when the plan names a weight that the model lacks,
@@ -75,9 +83,12 @@ def inject(
             continue
         group = ranks.ep_group if ranks.sizes.ep > 1 else None
         layout = expert_layout(model_type)
-        experts = LoraExperts(original, name, layout, ranks.sizes.ep, ranks.ep_rank, group, meter)
+        packing = (packed or {}).get(name)
+        experts = LoraExperts(
+            original, name, layout, ranks.sizes.ep, ranks.ep_rank, group, meter, packing, chunks, nodes
+        )
         for target in by_module.pop(name, []):
-            _adapt_stack(experts, target, dtype)
+            _adapt_stack(experts, dict(original.named_parameters(recurse=False)), target, dtype)
         replace(model, name, experts)
         if experts.weigh_inputs:
             block = model.get_submodule(name.rpartition(".")[0])
@@ -101,15 +112,15 @@ def supported(experts: nn.Module, name: str, model_type: str) -> bool:
     return True
 
 
-def _adapt_stack(experts: LoraExperts, target: LoraTarget, dtype: torch.dtype) -> None:
+def _adapt_stack(experts: LoraExperts, stacks: dict[str, nn.Parameter], target: LoraTarget, dtype: torch.dtype) -> None:
     stack = target.parameter.rsplit(".", 1)[1]
-    weight = experts._parameters.get(stack)
+    weight = stacks.get(stack)
     if weight is None:
         raise _missing(target, f"{target.module} has no stack {stack!r}")
     size = (target.out_features, target.in_features)
     expected = (target.num_experts, *(size if target.layout == "out_in" else size[::-1]))
     _check(target, expected, (experts.num_experts, *weight.shape[1:]))
-    local = weight.shape[0]
+    local = experts.local
     a = torch.empty((local, target.rank, target.in_features), dtype=dtype, device=weight.device)
     b = torch.empty((local, target.out_features, target.rank), dtype=dtype, device=weight.device)
     experts.add_adapter(stack, nn.Parameter(a), nn.Parameter(b), float(target.scaling))

@@ -1,141 +1,243 @@
 """What one layer keeps from forward to backward, by token and by routed row.
 
-Only what autograd needs for adapters: a frozen linear keeps nothing, an adapted one keeps its input.
+Only what autograd needs for adapters: a frozen linear keeps nothing, an adapted one keeps its input. Counted from the
+modules that run (the family's own, or the operator that the plan puts in its place), and held against traces of the
+runtime's executor over fake tensors (``benchmarks/trace_points.py``).
 
-Legend: T tokens, R routed rows, K experts per token, E experts, H hidden, H_x width of a routed row,
-I expert width, n query heads, g key heads, d head dim, b bytes per value, r LoRA rank; latent attention:
-r_q, r_kv compressed widths, d_n + d_r query and key head, d_v value head. All sizes in bytes.
+Legend: T tokens, S tokens of a sequence, R routed rows, K experts per token, E experts, H hidden, H_x width of a routed
+row, I expert width, n query heads, g key heads, d head dim, b bytes per value, r LoRA rank, C tokens of a chunk of
+linear attention, W = n·d of linear attention; latent attention: r_q, r_kv compressed widths, d_n + d_r query and key
+head, d_v value head. All sizes in bytes.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from shardwright.search_spaces.cost.fusion import FusedProviders
+from shardwright.search_spaces.cost.plans import Plans
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
 
-ROUTER_BYTES = (8, 12)
-"""Per token: 8 per expert (fp32 logits and probabilities), 12 per chosen expert (weight and index)."""
-
 LINEAR_ATTENTION_PEAK = 60
-"""Bytes per token and value of n·d that chunked linear attention holds at its peak, forward and backward
+"""Bytes per token and value of n·d that a library's chunked linear attention holds at its peak, forward and backward
 together: measured on one H200, 1.884 GiB at T 8192 and 7.535 GiB at T 32768 (n 32, d 128)."""
 
+CHUNK = 64
+"""Tokens of a chunk of unfused linear attention."""
 
-def residual_bytes(work: Workload, eager_norms: float) -> float:
-    """Inputs and statistics of both norms, 2·(b·H + 4), and an fp32 copy, 4·H, for each eager norm."""
-    H, b = work.hidden, work.base_bytes
-    copies = 0 if b == 4 else eager_norms * 4 * H
-    return 2 * b * H + copies + 8
+CHUNK_SQUARES = 3
+"""fp32 tensors [T, C, n·d] that unfused chunked linear attention keeps: k·k before the decay, the decay, q·k."""
+
+CHUNK_ROWS = 23.5
+"""fp32 tensors [T, n·d] that it keeps besides: casts of q and k (2), scaled q, k, v (3), three exponentials of the gate
+(3), β·k·e^g and its solution, v_new, q·e^g, k·e^g (5), states of the chunks (2), the scores of a chunk (½), the forget
+gate (2), input and output of the convolution in bf16 (3), the gated norm (3)."""
+
+CHUNK_GRADIENTS = 3
+"""fp32 tensors [T, C, n·d] alive beside the kept ones in its backward: two of a slice's gradient and their sum."""
 
 
-def attention_bytes(work: Workload, layer: LayerWork) -> float:
+def residual_bytes(work: Workload, fused: FusedProviders) -> float:
+    """Both norms of hidden width: an fp32 copy of the input, 4·H, where eager, else the input, b·H; 4 of statistics."""
+    eager = fused.norms(work.profile.shape.num_layers)["eager"]
+    return eager * 4 * work.hidden + (2 - eager) * work.base_bytes * work.hidden + 8
+
+
+def attention_bytes(work: Workload, layer: LayerWork, fused: FusedProviders) -> float:
     """Kept by one attention block, per token.
 
-    Softmax attention by flash or sdpa: q, k, v, out and the log-sum-exp, ``b·2·(n·d + g·d) + 4·n``.
-    Latent (MLA): compressed q and kv, ``b·(r_q + r_kv + d_r)``, full q and k, v and out,
-    ``b·n·(2·(d_n + d_r) + 2·d_v) + 4·n``. Sparse (DSA): latent, and the chosen indices, 4 per key.
-    Linear (KDA, chunked): q, k, v, gate and out, beta, ``b·(5·n·d + n) + 4·n``.
-    Adapted projections add their inputs (b·H once for q, k and v; the block's inner width for o) and r values.
+    Softmax attention by flash or sdpa: q, k, v, out and the log-sum-exp, ``b·2·(n·d + g·d) + 4·n``; norms on heads
+    add an fp32 copy of q and k where eager, ``4·(n + g)·(d + 1)``, and q and k before the operator where fused.
+    Latent (MLA): ``4·(r_q + r_kv)`` copies of the compressed norms, full q and k, keys and values as they leave their
+    projection, and out: ``b·n·(2·(d_n + d_r) + d_n + d_v + d_v) + 4·n``. Sparse (DSA), unfused: latent, and the mask
+    as a bias, ``b·S``. Linear (KDA): see :func:`linear_attention_bytes`.
+    Adapted projections add their inputs (each width once; what the output projection reads is the attention's own
+    output) and r values each.
     """
     b, shape, heads = work.base_bytes, work.profile.shape, work.profile.shape.num_attention_heads
-    if layer.kind.attention == "none":
-        kept = 0.0
-    elif layer.kind.attention == "linear":
-        heads = shape.linear_num_heads or heads
-        kept = b * (5 * work.linear_width + heads) + 4 * heads
-    elif work.latent(layer):
-        compressed = shape.q_lora_rank + shape.kv_lora_rank + shape.qk_rope_head_dim
-        key = shape.qk_nope_head_dim + shape.qk_rope_head_dim
-        kept = b * (compressed + heads * (2 * key + 2 * shape.v_head_dim)) + 4 * heads
-        if layer.kind.attention == "dsa":
-            kept += 4 * min(shape.index_topk, work.recipe.batch.sequence_tokens)
-    else:
-        kept = b * 2 * (work.query_width + work.key_width) + 4 * heads
     lora = layer.adapters
-    inputs = (b * work.hidden if lora.attention_in else 0) + (b * work.inner_width(layer) if lora.attention_out else 0)
-    return kept + inputs + b * lora.dense_ranks
+    kept = b * lora.attention_widths + b * lora.dense_ranks
+    if layer.kind.attention == "none":
+        return kept
+    if layer.kind.attention == "linear":
+        return kept + linear_attention_bytes(work, fused) + (b * work.linear_width if lora.attention_out else 0)
+    if work.latent(layer):
+        key = shape.qk_nope_head_dim + shape.qk_rope_head_dim
+        kept += 4 * (shape.q_lora_rank + shape.kv_lora_rank)
+        kept += b * heads * (2 * key + shape.qk_nope_head_dim + 2 * shape.v_head_dim) + 4 * heads
+        if layer.kind.attention == "dsa" and fused.provider("dsa_attention") == "eager":
+            kept += b * work.recipe.batch.sequence_tokens
+            kept += b * heads * shape.v_head_dim if lora.attention_out else 0
+        elif layer.kind.attention == "dsa":
+            kept += 4 * min(shape.index_topk, work.recipe.batch.sequence_tokens)
+        return kept
+    kept += b * 2 * (work.query_width + work.key_width) + 4 * heads
+    if work.head_norms:
+        fp32 = fused.provider("qk_norm_rope") == "eager"
+        both = work.query_width + work.key_width
+        kept += 4 * (both + heads + shape.num_key_value_heads) if fp32 else b * both
+    return kept
 
 
-def attention_workspace_bytes(work: Workload, layer: LayerWork, backward: bool) -> float:
+def unfused_chunks(work: Workload, fused: FusedProviders) -> bool:
+    """Whether linear attention runs as the family's own chain of torch operators.
+
+    Families without a class in transformers are planned, not run: they are priced with a chunked kernel.
+    """
+    return fused.provider("kda") == "eager" and work.profile.transformers_class
+
+
+def linear_attention_bytes(work: Workload, fused: FusedProviders) -> float:
+    """Kept by chunked linear attention with its convolution, gates and gated norm, per token.
+
+    Unfused: ``4·W·(3·C + 23.5)``, and for the rows that solve each chunk's triangle ``4·n·(Σ i² + i)/C`` for i < C.
+    Fused: q, k, v, gate and out, ``b·5·W``, beta, ``b·n``, and the convolution's input and output, ``6·b·W``.
+    """
+    shape, b, W = work.profile.shape, work.base_bytes, work.linear_width
+    heads = shape.linear_num_heads or shape.num_attention_heads
+    if unfused_chunks(work, fused):
+        solve = sum(i * i + i for i in range(1, CHUNK)) / CHUNK
+        return 4.0 * W * (CHUNK_SQUARES * CHUNK + CHUNK_ROWS) + 4.0 * heads * solve
+    return b * (11 * W + heads) + 4.0 * heads
+
+
+def attention_workspace_bytes(work: Workload, layer: LayerWork, fused: FusedProviders, backward: bool) -> float:
     """Alive only while one attention block runs, per token.
 
-    Linear: what its chunked backward holds beyond what it keeps. Sparse: unfused fp32 scores over the
-    sequence, ``4·S``, and the indexer's queries and key.
+    Linear: unfused, three gradients of [T, C, n·d] and six of [T, n·d] in backward and two squares in forward; by a
+    library, its peak less what it keeps. Sparse, unfused: fp32 scores of every indexer head over the sequence, twice
+    (the product and its scaled copy), ``8·n_I·S``, in each forward.
     """
-    shape, b = work.profile.shape, work.base_bytes
+    shape, b, W = work.profile.shape, work.base_bytes, work.linear_width
     if layer.kind.attention == "linear":
-        return max(0.0, LINEAR_ATTENTION_PEAK - 5 * b) * work.linear_width if backward else 0.0
-    if layer.kind.attention == "dsa" and shape.index_num_heads:
-        scores = 4.0 * work.recipe.batch.sequence_tokens
-        return scores + b * (shape.index_num_heads + 1) * shape.index_head_dim
+        if unfused_chunks(work, fused):
+            return 4.0 * W * (CHUNK_GRADIENTS * CHUNK + 6) if backward else 4.0 * W * 2 * CHUNK
+        return max(0.0, LINEAR_ATTENTION_PEAK - 5 * b) * W if backward else 0.0
+    if layer.kind.attention == "dsa" and shape.index_num_heads and not backward:
+        queries = b * (shape.index_num_heads + 1) * shape.index_head_dim
+        if fused.provider("dsa_indexer") == "eager":
+            return 8.0 * shape.index_num_heads * work.recipe.batch.sequence_tokens + 3 * queries
+        return queries
     return 0.0
 
 
-def mlp_bytes(work: Workload, layer: LayerWork) -> float:
-    """Kept by a dense MLP or the shared experts, per token: gate, up and silu(gate), ``3·b·I``."""
+def mlp_bytes(work: Workload, layer: LayerWork, fused: FusedProviders) -> float:
+    """Kept by a dense MLP or the shared experts, per token: gate, up and, where eager, silu(gate): ``3·b·I``."""
     b, width, lora = work.base_bytes, layer.mlp_width, layer.adapters
     if not width:
         return 0.0
     inputs = (b * work.hidden if lora.mlp_in else 0) + (b * width if lora.mlp_out else 0)
-    return 3 * b * width + inputs
+    return (3 if fused.provider("swiglu") == "eager" else 2) * b * width + inputs
 
 
-def routed_row_bytes(work: Workload, layer: LayerWork, expert_tp: Any = 1) -> Any:
-    """Kept by the routed experts, per row: ``b·3·I/t_x`` for the activation and ``b·H_x`` for the weighting.
+def routed_bytes(
+    work: Workload, layer: LayerWork, fused: FusedProviders, tokens: Any, rows: Any, expert_tp: Any
+) -> Any:
+    """Kept by the routed experts.
 
-    Adapted gate/up keeps the row (b·H_x), adapted down keeps its input (b·I/t_x), each r values.
+    Eager, per row: ``b·3·I/t_x`` for the activation and ``b·H_x`` for the weighting; adapted gate/up keeps the row
+    (b·H_x), adapted down its input (b·I/t_x), each r values. Fused: gate and up, with adapters their product and r
+    values each, ``b·(2·I + I + r)``; the whole layer keeps the tokens in place of the rows and needs no weighting.
     """
     if not layer.routed:
         return 0.0
     H, b = work.row_width, work.base_bytes
     I = work.profile.shape.expert_intermediate_size / expert_tp
     lora = layer.adapters
-    inputs = (b * H if lora.experts_in else 0) + (b * I if lora.experts_out else 0)
-    return b * (3 * I + H) + inputs + b * lora.expert_ranks
+    if fused.provider("experts") == "eager":
+        inputs = (b * H if lora.experts_in else 0) + (b * I if lora.experts_out else 0)
+        return rows * (b * (3 * I + H) + inputs + b * lora.expert_ranks)
+    adapted = lora.experts_in or lora.experts_out
+    inner = rows * b * (2 * I + (I if adapted else 0) + lora.expert_ranks)
+    if fused.kernel("experts") == "moe_layer":
+        return inner + tokens * b * H + 8 * rows
+    return inner + rows * b * (H + (H if adapted else 0))
 
 
-def router_bytes(work: Workload, layer: LayerWork) -> float:
-    """Kept by the router, per token: ``8·E + 12·K``; with latent experts also their input, ``b·H_x``."""
+def router_bytes(work: Workload, layer: LayerWork, fused: FusedProviders) -> float:
+    """Kept by the router, per token: scores in fp32, ``4·E``, or fused the logits, ``b·E``; ``24·K`` of choices.
+
+    With latent experts also their input, ``b·H_x``.
+    """
     shape = work.profile.shape
     if not layer.routed:
         return 0.0
     latent = work.base_bytes * work.row_width if work.row_width != work.hidden else 0
-    return ROUTER_BYTES[0] * shape.num_experts + ROUTER_BYTES[1] * shape.experts_per_token + latent
+    scores = 4 if fused.provider("router") == "eager" else work.base_bytes
+    return scores * shape.num_experts + 24 * shape.experts_per_token + latent
+
+
+def adapter_copies_bytes(work: Workload, layer: LayerWork, plans: Plans) -> Any:
+    """One layer's adapters in the compute dtype, kept where no gather made that copy: ``b·A``."""
+    if work.base_bytes == work.adapter_bytes:
+        return np.zeros(len(plans))
+    dense = np.where(plans.dense_shards > 1, 0.0, layer.adapters.dense_parameters / plans.tp)
+    local = layer.adapters.expert_parameters / (plans.ep * plans.expert_tp)
+    return work.base_bytes * (dense + np.where(plans.expert_shards > 1, 0.0, local))
 
 
 def layer_bytes(
-    work: Workload, layer: LayerWork, tokens: Any, rows: Any, eager_norms: float, expert_tp: Any = 1
+    work: Workload, layer: LayerWork, tokens: Any, rows: Any, fused: FusedProviders, expert_tp: Any = 1
 ) -> Any:
-    """Everything one layer keeps without checkpointing."""
+    """Everything one layer keeps without checkpointing, but its adapters' copies."""
     per_token = (
-        residual_bytes(work, eager_norms)
-        + attention_bytes(work, layer)
-        + mlp_bytes(work, layer)
-        + router_bytes(work, layer)
+        residual_bytes(work, fused)
+        + attention_bytes(work, layer, fused)
+        + mlp_bytes(work, layer, fused)
+        + router_bytes(work, layer, fused)
     )
-    return tokens * per_token + (rows * routed_row_bytes(work, layer, expert_tp) if layer.routed else 0.0)
+    return tokens * per_token + routed_bytes(work, layer, fused, tokens, rows, expert_tp)
 
 
-def checkpoint_bytes(work: Workload, tokens: Any) -> Any:
-    """What a checkpointed layer keeps: its input, b·H per token."""
-    return tokens * work.base_bytes * work.hidden
+def checkpoint_bytes(work: Workload, layer: LayerWork, fused: FusedProviders, tokens: Any) -> Any:
+    """What a checkpointed layer keeps: its input, b·H per token, and the choices that its recomputation repeats.
+
+    Choices: 8 bytes for each expert of a token; for each key that an unfused indexer chose 8, and 4 handed on.
+    """
+    shape = work.profile.shape
+    choices = 8 * shape.experts_per_token if layer.routed else 0
+    if layer.kind.attention == "dsa":
+        chosen = min(shape.index_topk, work.recipe.batch.sequence_tokens)
+        choices += (12 if fused.provider("dsa_indexer") == "eager" else 4) * chosen
+    return tokens * (work.base_bytes * work.hidden + choices)
 
 
-def backward_workspace_bytes(work: Workload, layer: LayerWork, tokens: Any, rows: Any, expert_tp: Any = 1) -> Any:
-    """Gradients alive at once inside the backward of one layer.
+def after_attention_bytes(work: Workload, layer: LayerWork, fused: FusedProviders, tokens: Any, kept: Any) -> Any:
+    """Of what a layer keeps, the part that its backward has freed when it comes to attention."""
+    return kept - tokens * (attention_bytes(work, layer, fused) + residual_bytes(work, fused) / 2)
 
-    Two hidden gradients; for experts also d(gate, up) and two row gradients; for a dense MLP d(gate, up).
+
+def backward_workspace_bytes(
+    work: Workload, layer: LayerWork, tokens: Any, rows: Any, fused: FusedProviders, kept: Any, expert_tp: Any = 1
+) -> Any:
+    """Gradients alive at once inside the backward of one layer, beyond everything that the layer keeps.
+
+    In the MLP's part two hidden gradients; for experts also d(gate, up) and two row gradients (one where one operator
+    is the whole layer); for a dense MLP d(gate, up). In attention's part its own, when what stands behind it in the
+    layer is free already.
     """
     b = work.base_bytes
     I = work.profile.shape.expert_intermediate_size / expert_tp
-    routed = rows * b * (2 * I + 2 * work.row_width) if layer.routed else 0
-    attention = attention_workspace_bytes(work, layer, True)
-    return tokens * (b * (2 * work.hidden + 2 * layer.mlp_width) + attention) + routed
+    whole = fused.kernel("experts") == "moe_layer"
+    between = work.row_width + (2 * layer.adapters.expert_ranks if whole else work.row_width)
+    routed = rows * b * (2 * I + between) if layer.routed else 0
+    mlp = tokens * b * (2 * work.hidden + 2 * layer.mlp_width) + routed
+    attention = tokens * (attention_workspace_bytes(work, layer, fused, True) + 2 * b * work.hidden)
+    return np.maximum(mlp, attention - after_attention_bytes(work, layer, fused, tokens, kept))
 
 
-def forward_workspace_bytes(work: Workload, layer: LayerWork, tokens: Any, rows: Any) -> Any:
-    """Temporaries of one layer's forward: gathered rows and their result, or the MLP's product."""
+def recomputing_workspace_bytes(work: Workload, layer: LayerWork, fused: FusedProviders, tokens: Any, kept: Any) -> Any:
+    """Temporaries of a recomputed attention beyond everything that the layer keeps; at least nothing."""
+    again = tokens * attention_workspace_bytes(work, layer, fused, False)
+    return np.maximum(0.0, again - after_attention_bytes(work, layer, fused, tokens, kept))
+
+
+def forward_workspace_bytes(work: Workload, layer: LayerWork, tokens: Any, rows: Any, fused: FusedProviders) -> Any:
+    """Temporaries of one layer's forward: of attention, or gathered rows and their result, or the MLP's product."""
     b = work.base_bytes
-    routed = 2 * rows * b * work.row_width if layer.routed else 0
-    attention = attention_workspace_bytes(work, layer, False)
-    return tokens * (b * (work.hidden + layer.mlp_width) + attention) + routed
+    sorted_rows = fused.kernel("experts") != "moe_layer"
+    routed = (2 if sorted_rows else 1) * rows * b * work.row_width if layer.routed else 0
+    attention = attention_workspace_bytes(work, layer, fused, False)
+    return np.maximum(tokens * b * (work.hidden + layer.mlp_width) + routed, tokens * attention)

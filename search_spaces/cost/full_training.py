@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.search_spaces.cost.activations import attention_bytes, router_bytes
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
 
 WEIGHT, GRADIENT, OPTIMIZER = 2, 4, 12
@@ -67,4 +66,22 @@ def layer_bytes(work: Workload, layer: LayerWork, tokens: int) -> float:
         return tokens * per_token
     rows = tokens * shape.experts_per_token
     kept = b * (work.row_width + 3 * shape.expert_intermediate_size)
-    return tokens * (per_token + router_bytes(work, layer)) + rows * kept
+    return tokens * (per_token + router_bytes(work)) + rows * kept
+
+
+def attention_bytes(work: Workload, layer: LayerWork) -> float:
+    """Kept by one attention block of a fused executor, per token, beside the inputs of its projections.
+
+    Softmax: q, k, v, out and the log-sum-exp. Latent: compressed q and kv, full q and k, v and out.
+    """
+    b, shape, heads = work.base_bytes, work.profile.shape, work.profile.shape.num_attention_heads
+    if not work.latent(layer):
+        return b * 2 * (work.query_width + work.key_width) + 4.0 * heads
+    compressed = shape.q_lora_rank + shape.kv_lora_rank + shape.qk_rope_head_dim
+    key = shape.qk_nope_head_dim + shape.qk_rope_head_dim
+    return b * (compressed + heads * (2 * key + 2 * shape.v_head_dim)) + 4.0 * heads
+
+
+def router_bytes(work: Workload) -> float:
+    """Kept by the router, per token: fp32 logits and probabilities, weight and index of each choice."""
+    return 8.0 * work.profile.shape.num_experts + 12.0 * work.profile.shape.experts_per_token

@@ -19,6 +19,8 @@ class FusedProviders:
     """Operator → (provider, modules it replaces); everything else runs eager."""
 
     chosen: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    kernels: dict[str, str] = field(default_factory=dict)
+    """Operator → the kernel's own name, where several do its work."""
 
     @classmethod
     def of(cls, decisions: Sequence[FusionDecision]) -> FusedProviders:
@@ -27,16 +29,22 @@ class FusedProviders:
         Several regions of one operator add up; where their providers differ, that of the first stands.
         """
         chosen: dict[str, tuple[str, tuple[str, ...]]] = {}
+        kernels: dict[str, str] = {}
         for decision in decisions:
             if decision.rejected or decision.provider == "eager":
                 continue
             op = operator_of(decision)
             provider, modules = chosen.get(op, (decision.provider, ()))
             chosen[op] = (provider, (*modules, *decision.modules))
-        return cls(chosen)
+            kernels.setdefault(op, decision.op)
+        return cls(chosen, kernels)
 
     def provider(self, op: str) -> str:
         return self.chosen[op][0] if op in self.chosen else "eager"
+
+    def kernel(self, op: str) -> str:
+        """The kernel that does an operator's work; empty where none does."""
+        return self.kernels.get(op, "")
 
     def norms(self, layers: int) -> dict[str, float]:
         """The two norms of hidden width in a layer, shared out: ``add_rms_norm``, ``rms_norm``, ``eager``.

@@ -9,18 +9,18 @@ n·d query width, b bytes per value, r LoRA rank, t = TP degree, e = EP degree, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardwright.schemas.ops import OpCost, PassCost
+from shardwright.search_spaces.cost.activations import CHUNK, unfused_chunks
 from shardwright.search_spaces.cost.compute import ATTENTION_BACKWARD, Rates
 from shardwright.search_spaces.cost.formats import dequantised_bytes
-from shardwright.search_spaces.cost.fusion import FusedProviders
-from shardwright.search_spaces.cost.plans import Array, Plans
+from shardwright.search_spaces.cost.fusion import FusedProviders, kernel_cost
+from shardwright.search_spaces.cost.plans import Array, Plans, per_value
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
-from shardwright.search_spaces.providers import ROW_PASSES, provider_cost
+from shardwright.search_spaces.providers import PROVIDERS, ROW_PASSES, provider_cost
 
 OTHER_LAUNCHES = (45, 70)
 """Kernels of one eager layer beside norms and experts, (forward, backward): projections, rotary,
@@ -31,6 +31,14 @@ ROTARY_PASSES = (12, 16)
 
 ADAPTER_LAUNCHES = (5, 8)
 """Kernels of one LoRA target, (forward, backward): two products, casts, scale, add; assumed."""
+
+CHUNK_LAUNCHES = ((9.2 * 63, 19.2), (18.3 * 63, 53.6))
+"""Kernels of one unfused linear attention, forward and backward: (in all, a chunk of the sequence). Counted in traces
+of two lengths; 63 rows of a chunk's triangle are solved one by one."""
+
+SQUARE_PASSES, SLICE_PASSES = (16, 26), 4
+"""Reads and writes of fp32 [T, C, n·d] there, (forward, backward), and for each chunk in backward: its slice's gradient
+is written whole and added."""
 
 COUNTED_ROWS = 4096
 """Rows at which the kernels of a MoE layer are counted: launches do not depend on them."""
@@ -54,24 +62,21 @@ class LayerTime:
         return sum((backward for _, backward in self.terms.values()), start=np.zeros(()))
 
 
-def per_value(values: Array, function: Callable[[int], tuple[float, ...]]) -> Array:
-    """``function`` of every distinct value, spread over the column: [results, plans]."""
-    unique, inverse = np.unique(values, return_inverse=True)
-    return np.array([function(int(value)) for value in unique], dtype=np.float64)[inverse.reshape(-1)].T
-
-
 def layer_time(
     work: Workload, layer: LayerWork, plans: Plans, rates: Rates, fused: FusedProviders, tokens: Array, rows: Array
 ) -> LayerTime:
     """All compute terms of one layer."""
     terms = {
         "dense_linears": _dense(work, layer, plans, rates, tokens),
-        "attention": _attention(work, layer, rates, tokens),
+        "attention": _attention(work, layer, rates, fused, tokens),
         "norms": _norms(work, rates, fused, tokens),
         "residual_and_rotary": _elementwise(work, layer, rates, fused, tokens),
-        "adapters": _adapters(work, layer, rates, tokens, rows),
+        "adapters": _adapters(work, layer, rates, fused, tokens, rows),
     }
     launches = [float(OTHER_LAUNCHES[i] + ADAPTER_LAUNCHES[i] * layer.adapters.targets) for i in (0, 1)]
+    if layer.kind.attention == "linear" and unfused_chunks(work, fused):
+        chunks = work.recipe.batch.sequence_tokens / CHUNK
+        launches = [n + own + each * chunks for n, (own, each) in zip(launches, CHUNK_LAUNCHES, strict=True)]
     if layer.routed:
         terms["experts"] = _experts(work, layer, plans, rates, rows)
         terms["expert_rows"] = _expert_rows(work, rates, fused, rows)
@@ -107,14 +112,24 @@ def _dense(work: Workload, layer: LayerWork, plans: Plans, rates: Rates, tokens:
     return once, once
 
 
-def _attention(work: Workload, layer: LayerWork, rates: Rates, tokens: Array) -> Pair:
-    """Flops per token, causal: softmax 2·S·n·d; latent S·n·(d_qk + d_v); linear 8·d·n·d.
+def _chunks_s(work: Workload, rates: Rates, tokens: Array) -> Pair:
+    """Unfused linear attention: passes over fp32 [T, C, n·d], and in backward one gradient of the whole a chunk."""
+    square = 4.0 * CHUNK * work.linear_width * tokens
+    chunks = work.recipe.batch.sequence_tokens / CHUNK
+    forward, backward = SQUARE_PASSES
+    return rates.traffic_s(square * forward), rates.traffic_s(square * (backward + SLICE_PASSES * chunks))
+
+
+def _attention(work: Workload, layer: LayerWork, rates: Rates, fused: FusedProviders, tokens: Array) -> Pair:
+    """Flops per token, causal: softmax 2·S·n·d; latent S·n·(d_qk + d_v); linear 8·d·n·d, unfused by its traffic.
 
     Sparse: 2·min(S, k)·n·(2·r_kv + d_r) in the absorbed form, and the indexer's S·n_I·d_I.
     """
     shape, sequence = work.profile.shape, work.recipe.batch.sequence_tokens
     if layer.kind.attention == "none":
         return np.zeros_like(tokens), np.zeros_like(tokens)
+    if layer.kind.attention == "linear" and unfused_chunks(work, fused):
+        return _chunks_s(work, rates, tokens)
     if layer.kind.attention == "linear":
         per_token = 8.0 * (shape.linear_head_dim or shape.head_dim) * work.linear_width
     elif layer.kind.attention == "dsa" and work.latent(layer):
@@ -177,13 +192,34 @@ def _elementwise(work: Workload, layer: LayerWork, rates: Rates, fused: FusedPro
     )
 
 
-def _adapters(work: Workload, layer: LayerWork, rates: Rates, tokens: Array, rows: Array) -> Pair:
-    """2·r·(in + out) flops per token or row; narrow products, so mostly traffic."""
+def _adapters(
+    work: Workload, layer: LayerWork, rates: Rates, fused: FusedProviders, tokens: Array, rows: Array
+) -> Pair:
+    """2·r·(in + out) flops per token or row, backward twice; narrow products, so mostly traffic.
+
+    On experts that a kernel runs, only what it declares to move beyond the same rows without adapters.
+    """
     lora, b = layer.adapters, work.base_bytes
-    flops = 2.0 * (tokens * lora.dense_features + rows * lora.expert_features)
-    moved = b * (tokens * lora.dense_traffic + rows * lora.expert_traffic)
-    once = rates.gemm_s(flops, moved, tokens)
-    return once, 2 * once
+    own = rates.gemm_s(2.0 * tokens * lora.dense_features, b * tokens * lora.dense_traffic, tokens)
+    if fused.provider("experts") in PROVIDERS or not lora.expert_ranks:
+        each = rates.gemm_s(2.0 * rows * lora.expert_features, b * rows * lora.expert_traffic, tokens)
+        return own + each, 2 * (own + each)
+    shape, rank = work.profile.shape, max(1, round(lora.expert_ranks / 2))
+    sizes = {
+        "R": COUNTED_ROWS, "H": work.row_width, "I": shape.expert_intermediate_size, "E": shape.num_experts
+    }  # fmt: skip
+    with_, without = (_passes(kernel_cost("experts", {**sizes, "r": r}, work.dtype)) for r in (rank, 0))
+    moved = [
+        (one.bytes_read + one.bytes_written - two.bytes_read - two.bytes_written) / COUNTED_ROWS
+        for one, two in zip(with_, without, strict=True)
+    ]
+    stacks = b * lora.expert_parameters
+    flops = 2.0 * rows * lora.expert_features
+    fixed = [stacks / COUNTED_ROWS * factor for factor in (1, 2)]
+    return (
+        own + rates.gemm_s(flops, rows * (moved[0] - fixed[0]) + stacks, tokens),
+        2 * own + rates.gemm_s(2 * flops, rows * (moved[1] - fixed[1]) + 2 * stacks, tokens),
+    )
 
 
 def _experts(work: Workload, layer: LayerWork, plans: Plans, rates: Rates, rows: Array) -> Pair:

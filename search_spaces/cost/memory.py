@@ -19,10 +19,10 @@ from shardwright.search_spaces.cost import activations
 from shardwright.search_spaces.cost.communication import dense_group, shard_group
 from shardwright.search_spaces.cost.formats import dense_bytes, dequantised_bytes, expert_bytes
 from shardwright.search_spaces.cost.fusion import FusedProviders
-from shardwright.search_spaces.cost.plans import Array, Flags, Plans
+from shardwright.search_spaces.cost.plans import Array, Flags, Plans, per_value
 from shardwright.search_spaces.cost.routing import MEMORY_QUANTILE, routed_rows
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
-from shardwright.search_spaces.providers import loss_bytes
+from shardwright.search_spaces.providers import PROVIDERS, loss_bytes
 from shardwright.search_spaces.sharding import padding_factors
 
 ALL: tuple[Moment, ...] = ("load", "forward_peak", "loss", "backward_peak", "optimizer_step")
@@ -232,19 +232,40 @@ def expert_base_bytes(work: Workload, plans: Plans, layers: Array | float = 1.0)
 
 def kept_bytes(work: Workload, layer: LayerWork, plans: Plans, fused: FusedProviders, tokens: Array) -> Array:
     """What one layer of this kind keeps without checkpointing."""
-    eager = fused.norms(work.profile.shape.num_layers)["eager"]
     rows = rows_of(work, plans, tokens, MEMORY_QUANTILE)
-    return np.asarray(activations.layer_bytes(work, layer, tokens, rows, eager, plans.expert_tp))
+    copies = activations.adapter_copies_bytes(work, layer, plans)
+    return np.asarray(activations.layer_bytes(work, layer, tokens, rows, fused, plans.expert_tp) + copies)
 
 
 def saved_activation_bytes(work: Workload, plans: Plans, fused: FusedProviders) -> Array:
-    """Kept by all layers of the model for one micro-batch: whole, or inputs where recomputed."""
+    """Kept by all layers of the model for one micro-batch: whole, or inputs where recomputed.
+
+    Layers before the first adapter keep nothing, nor does the attention before it in its own layer.
+    """
     tokens = plans.tokens(work.recipe.batch.sequence_tokens)
     total = np.zeros(len(plans))
     for layer, recomputed in zip(work.layers, plans.recomputed, strict=True):
-        total = total + (layer.count - recomputed) * kept_bytes(work, layer, plans, fused, tokens)
-        total = total + recomputed * activations.checkpoint_bytes(work, tokens)
+        live = (layer.count - layer.silent) / layer.count
+        whole = live * (layer.count - recomputed)
+        total = total + whole * kept_bytes(work, layer, plans, fused, tokens)
+        total = total + live * recomputed * activations.checkpoint_bytes(work, layer, fused, tokens)
+        if layer.headless:
+            total = total - np.where(recomputed < layer.count, _unreached(work, layer, plans, fused, tokens), 0.0)
     return total
+
+
+def _unreached(work: Workload, layer: LayerWork, plans: Plans, fused: FusedProviders, tokens: Array) -> Array:
+    """What the layer of the model's first adapter does not keep where that stands behind attention.
+
+    No gradient reaches attention, the norms, the router and the weighting of rows, nor shared experts without adapters.
+    """
+    per_token = activations.attention_bytes(work, layer, fused) + activations.residual_bytes(work, fused)
+    per_token += activations.router_bytes(work, layer, fused)
+    if not (layer.adapters.mlp_in or layer.adapters.mlp_out):
+        per_token += activations.mlp_bytes(work, layer, fused)
+    weighted = fused.provider("experts") == "eager" and layer.routed
+    rows = rows_of(work, plans, tokens, MEMORY_QUANTILE) * work.base_bytes * work.row_width if weighted else 0.0
+    return np.asarray(tokens * per_token + rows)
 
 
 def _static(terms: Terms, work: Workload, cluster: ClusterSpec, plans: Plans, stage: Stage) -> None:
@@ -266,13 +287,13 @@ def _static(terms: Terms, work: Workload, cluster: ClusterSpec, plans: Plans, st
     terms.add("buffers", 4.0 * work.profile.parameters.buffers, ALL, "4·values, a copy on every rank")
     local = adapter_shard(work, plans, stage.layers)
     terms.add("adapter_parameters", a * local, ALL, f"{a}·(A_dense/(t·shard·e·cp) + A_experts/(e·t_x·z))", always=True)
-    when: tuple[Moment, ...] = ("backward_peak", "optimizer_step")
-    terms.add("adapter_gradients", a * local, when, f"{a}·local adapter parameters", always=True)
+    formula = f"{a}·local adapter parameters"
+    terms.add("adapter_gradients", a * local, ("optimizer_step",), formula, always=True)
     away = plans.offloads("adapter_optimizer")
     state = np.where(away, 0.0, 2 * a * local)
     terms.add("optimizer_state", state, STEP, f"Adam m and v in the adapter dtype: 2·{a}·local adapters")
-    copies = np.where(away, 3.0, 1.0)
-    formula = "foreach update: one copy of local adapters, three where the state comes from the host"
+    copies = np.where(away, 3.0, 1.0 if cluster.device.type == "cpu" else 0.0)
+    formula = "copies of local adapters: one by a foreach update, none by a fused one, three with the state on the host"
     terms.add("optimizer_temporaries", a * local * copies, ("optimizer_step",), formula, always=True)
 
 
@@ -315,9 +336,9 @@ def _activations(
     rows = rows_of(work, plans, tokens, MEMORY_QUANTILE)
     saved = saved_activation_bytes(work, plans, fused) * stage.layers * stage.in_flight
     recomputed, largest = np.zeros(len(plans)), np.zeros(len(plans))
-    inputs = activations.checkpoint_bytes(work, tokens)
     for layer, again in zip(work.layers, plans.recomputed, strict=True):
         kept = kept_bytes(work, layer, plans, fused, tokens)
+        inputs = activations.checkpoint_bytes(work, layer, fused, tokens)
         recomputed = np.maximum(recomputed, np.where(again > 0, kept, 0.0))
         largest = np.maximum(largest, np.where(again < layer.count, kept, inputs))
     away = plans.offloads("activations")
@@ -326,6 +347,7 @@ def _activations(
     root = 2 * tokens * work.base_bytes * work.hidden
     formula = "sum over layers of what adapters' backward needs, or b·H·T where a layer is recomputed"
     terms.add("activations", np.where(away, saved - hosted, saved) + root, KEPT, formula, always=True)
+    _gradients_in_backward(terms, work, plans, stage, np.where(away, saved - hosted, saved))
     terms.add("recomputed_layer", recomputed, ("backward_peak",), "everything one layer keeps, once")
 
     def most(sizes: Iterable[Array | float]) -> Array:
@@ -334,17 +356,34 @@ def _activations(
             found = np.maximum(found, size)
         return found
 
-    forward = most(activations.forward_workspace_bytes(work, one, tokens, rows) for one in work.layers)
-    backward = most(
-        activations.backward_workspace_bytes(work, one, tokens, rows, plans.expert_tp) for one in work.layers
-    )
-    terms.add("forward_workspace", forward, ("forward_peak",), "T·b·(H + I_dense) + 2·R·b·H, and attention's own")
-    formula = "T·b·(2·H + 2·I_dense) + R·b·(2·I + 2·H), and attention's own"
+    forward = most(activations.forward_workspace_bytes(work, one, tokens, rows, fused) for one in work.layers)
+    together = np.zeros(len(plans))
+    for layer, again in zip(work.layers, plans.recomputed, strict=True):
+        kept = kept_bytes(work, layer, plans, fused, tokens)
+        own = activations.backward_workspace_bytes(work, layer, tokens, rows, fused, kept, plans.expert_tp)
+        repeated = activations.recomputing_workspace_bytes(work, layer, fused, tokens, kept)
+        together = np.maximum(together, np.where(again > 0, kept + np.maximum(own, repeated), own))
+    backward = np.maximum(together - recomputed, 0.0)
+    terms.add("forward_workspace", forward, ("forward_peak",), "T·b·(H + I_dense) + 2·R·b·H, or attention's own")
+    formula = "T·b·(2·H + 2·I_dense) + R·b·(2·I + 2·H), or attention's own beyond what is free by then"
     terms.add("backward_workspace", backward, ("backward_peak",), formula)
     gathered = np.where(plans.tp > 1, 2 * tokens * plans.tp * work.base_bytes * work.hidden, 0.0)
     terms.add("gathered_tokens", gathered, PASSES, "2·b·H·T·t: a block's input and output over the TP group")
     ring = np.where(plans.cp > 1, 4 * tokens * work.base_bytes * work.key_width, 0.0)
     terms.add("context_buffers", ring, PASSES, "keys and values of two neighbours in the ring")
+
+
+def _gradients_in_backward(terms: Terms, work: Workload, plans: Plans, stage: Stage, saved: Array) -> None:
+    """Gradients grow while activations are freed: what counts is the fuller end, and one layer's at the first.
+
+    From the second micro-batch of a step on all gradients are there from the start.
+    """
+    whole = work.adapter_bytes * adapter_shard(work, plans, stage.layers)
+    one = whole / np.maximum(1.0, work.profile.shape.num_layers * stage.layers)
+    first = np.maximum(whole - saved, 0.0) + np.minimum(one, whole)
+    formula = "gradients beyond the activations that are free by then, and one layer's; all of them when accumulating"
+    size = np.where((plans.accumulation > 1) | (plans.pp > 1), whole, np.minimum(first, whole))
+    terms.add("gradients_in_backward", size, ("backward_peak",), formula)
 
 
 def _dispatch(terms: Terms, work: Workload, plans: Plans) -> None:
@@ -362,7 +401,16 @@ def _dispatch(terms: Terms, work: Workload, plans: Plans) -> None:
 def _loss(terms: Terms, work: Workload, plans: Plans, stage: Stage, fused: FusedProviders) -> None:
     provider = fused.provider("linear_cross_entropy")
     tokens = plans.tokens(work.recipe.batch.sequence_tokens)
-    size = loss_bytes(provider, work.dtype, tokens, work.hidden, work.vocabulary) * stage.head
+    if provider in PROVIDERS:
+        size = loss_bytes(provider, work.dtype, tokens, work.hidden, work.vocabulary) * stage.head
+    else:
+
+        def held(count: int) -> tuple[float]:
+            shape = {"T": count, "H": work.hidden, "V": work.vocabulary}
+            cost = fused.cost("linear_cross_entropy", shape, work.dtype)
+            return (float(cost.forward.workspace_bytes + cost.saved_bytes),)
+
+        size = per_value(tokens, held)[0] * stage.head
     formula = "12·T·V: logits, fp32 copy or log-softmax, gradient" if provider == "eager" else f"{provider}: in chunks"
     origin: EvidenceOrigin = "measured" if provider == "eager" else "modelled"
     terms.add("loss", size, ("loss",), formula, origin, always=True)

@@ -6,7 +6,7 @@ z = shards of one EP rank's experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -126,3 +126,9 @@ def recomputed_layers(strategy: ParallelStrategy, layers: Sequence[int]) -> int:
     if strategy.checkpointing == "layers":
         return len(set(strategy.checkpointed_layers) & set(layers))
     return len(layers) if strategy.checkpointing == "full" else 0
+
+
+def per_value(values: Array, function: Callable[[int], tuple[float, ...]]) -> Array:
+    """``function`` of every distinct value, spread over the column: [results, plans]."""
+    unique, inverse = np.unique(values, return_inverse=True)
+    return np.array([function(int(value)) for value in unique], dtype=np.float64)[inverse.reshape(-1)].T

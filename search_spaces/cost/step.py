@@ -28,7 +28,7 @@ from shardwright.search_spaces.cost.communication import (
 from shardwright.search_spaces.cost.compute import Rates
 from shardwright.search_spaces.cost.formats import expert_bytes
 from shardwright.search_spaces.cost.fusion import FusedProviders
-from shardwright.search_spaces.cost.layer_time import LayerTime, layer_time, per_value
+from shardwright.search_spaces.cost.layer_time import LayerTime, layer_time
 from shardwright.search_spaces.cost.memory import (
     adapter_shard,
     gathered_layer_bytes,
@@ -37,7 +37,7 @@ from shardwright.search_spaces.cost.memory import (
     saved_activation_bytes,
 )
 from shardwright.search_spaces.cost.overlap import SLOWDOWN, split_s
-from shardwright.search_spaces.cost.plans import Array, Plans
+from shardwright.search_spaces.cost.plans import Array, Plans, per_value
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
 from shardwright.search_spaces.topology import domain_devices
 
@@ -251,7 +251,10 @@ class Step:
         for position, (layer, time) in enumerate(zip(self.work.layers, layers, strict=True)):
             if not layer.routed:
                 continue
-            forward, backward = (time.terms["experts"][i] + time.terms["expert_rows"][i] for i in (0, 1))
+            forward, backward = (
+                (time.terms["experts"][i] + time.terms["expert_rows"][i]) * self._stretch(spent, time.launches[i])
+                for i, spent in enumerate((time.forward, time.backward))
+            )
             for count, again in self.counts(position, layer):
                 for passes, compute in ((2 if again else 1, forward), (1, backward)):
                     exchange = 2 * plans.chunks * one
@@ -357,6 +360,10 @@ class Step:
         seconds = seconds + np.where(away, 4 * self.work.adapter_bytes * local / PCIE_BYTES_PER_S, 0.0)
         self.launching_s = self.launching_s + self._wait_s(seconds, OPTIMIZER_LAUNCHES)
         self.add("optimizer", seconds, "optimizer", "10 passes over local adapters: clip, moments, update")
+
+    def _stretch(self, compute_s: Array, launches: float) -> Array:
+        """How much longer a pass takes than its kernels because launching bounds it."""
+        return 1 + self._wait_s(compute_s, launches) / np.maximum(compute_s, 1e-12)
 
     def _wait_s(self, compute_s: Array, launches: Array | float) -> Array:
         """Launch time of a pass: on an accelerator what its kernels do not cover, on a CPU all of it."""

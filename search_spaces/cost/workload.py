@@ -10,11 +10,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwright.kernels.guards import BYTES
 from shardwright.schemas.lora import LoraTarget
 from shardwright.schemas.profile import CheckpointProfile, LayerKind
 from shardwright.schemas.recipe import Recipe
 from shardwright.search_spaces.cost.routing import Loads
-from shardwright.search_spaces.providers import BYTES
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _SECOND = re.compile(r"(^|[._])(o|out|down|w2|dense|wo)(_proj)?($|[._])")
@@ -36,7 +36,8 @@ class Adapters:
     dense_features: float = 0.0
     """Sum of r·(in + out) over dense targets: half the flops per token forward."""
     expert_features: float = 0.0
-    attention_in: bool = False
+    attention_widths: float = 0.0
+    """Widths of what the adapted projections of attention read, the one that ends the block left out, each once."""
     attention_out: bool = False
     experts_in: bool = False
     experts_out: bool = False
@@ -56,6 +57,10 @@ class LayerWork:
     mlp_width: int
     """Width of the dense MLP, or of all shared experts together; 0 for none."""
     adapters: Adapters
+    silent: int = 0
+    """Layers of this kind before the first adapter of the model: nothing flows back through them."""
+    headless: bool = False
+    """Whether the model's first adapter stands in a layer of this kind, behind its attention."""
 
     @property
     def count(self) -> int:
@@ -103,6 +108,17 @@ class Workload:
         return self.root_parameters + sum(layer.dense_parameters * layer.count for layer in self.layers)
 
     @property
+    def head_norms(self) -> bool:
+        """Whether queries and keys have norms of their own, beside the two norms of hidden width of a layer."""
+        shape, layers = self.profile.shape, self.profile.shape.num_layers
+        if any(layer.kind.attention not in ("full", "sliding") for layer in self.layers):
+            return False
+        projections = 2 * self.hidden * (self.query_width + self.key_width)
+        beyond = self.profile.parameters.by_component.get("attention", 0) - layers * projections
+        biases = self.query_width + 2 * self.key_width
+        return beyond > 0 and beyond not in (layers * biases, layers * (biases + shape.hidden_size))
+
+    @property
     def query_width(self) -> int:
         return self.profile.shape.num_attention_heads * self.profile.shape.head_dim
 
@@ -137,6 +153,7 @@ class Workload:
 def workload(profile: CheckpointProfile, recipe: Recipe, targets: Sequence[LoraTarget], loads: Loads = ()) -> Workload:
     """Count a model once; every strategy is priced from this."""
     shape = profile.shape
+    first, behind = _first_adapter(targets)
     layers = tuple(
         LayerWork(
             kind=kind,
@@ -148,6 +165,8 @@ def workload(profile: CheckpointProfile, recipe: Recipe, targets: Sequence[LoraT
             adapters=_adapters(
                 [t for t in targets if _layer_of(t) in kind.layer_indices], len(kind.layer_indices), shape.num_experts
             ),
+            silent=sum(index < first for index in kind.layer_indices),
+            headless=behind and first in kind.layer_indices,
         )
         for kind in profile.layer_kinds
     )
@@ -166,6 +185,14 @@ def workload(profile: CheckpointProfile, recipe: Recipe, targets: Sequence[LoraT
         adapter_bytes=BYTES[recipe.precision.adapter],
         loads=loads,
     )
+
+
+def _first_adapter(targets: Sequence[LoraTarget]) -> tuple[int, bool]:
+    """(first layer with an adapter, whether that stands behind its attention); layer 0 where nothing is known."""
+    layers = [(index, target.role != "attention") for target in targets if (index := _layer_of(target)) is not None]
+    if not layers or any(_layer_of(target) is None and "embed" in target.parameter for target in targets):
+        return 0, False
+    return min(layers)
 
 
 def _layer_of(target: LoraTarget) -> int | None:
@@ -216,7 +243,7 @@ def _adapters(targets: list[LoraTarget], layers: int, experts: int) -> Adapters:
         expert_traffic=traffic(stacks),
         dense_features=features(dense),
         expert_features=features(stacks),
-        attention_in=any(not _is_second(t) for t in attention),
+        attention_widths=float(sum({t.in_features for t in attention if not _is_second(t)})),
         attention_out=any(_is_second(t) for t in attention),
         experts_in=any(not _is_second(t) for t in stacks),
         experts_out=any(_is_second(t) for t in stacks),

@@ -26,7 +26,7 @@ def test_no_points_no_metrics(tmp_path: Path) -> None:
 
 
 def test_shares_follow_from_the_errors(tmp_path: Path) -> None:
-    case = "qwen3-30b/attention/t4096/b1/full"
+    case = "qwen3-30b-2layers/attention/t4096/b1/full/eager"
     (tmp_path / "a.jsonl").write_text(line(case, peak_bytes=1.0).model_dump_json() + "\n")
     ((_, report),), _ = cost_model.own_points(tmp_path)
     peak = report.memory.peak_bytes
@@ -42,3 +42,13 @@ def test_shares_follow_from_the_errors(tmp_path: Path) -> None:
 def test_unknown_cases_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(line("other/attention/t1/b1/full", peak_bytes=1.0).model_dump_json() + "\n")
     assert cost_model.own_points(tmp_path) == ([], ["other/attention/t1/b1/full"])
+
+
+def test_whole_training_steps_are_points(tmp_path: Path) -> None:
+    """Two measured steps of the whole Qwen3-30B-A3B are predicted within 3 % of their peaks."""
+    points, unknown = cost_model.own_points()
+    whole = [(one, report) for one, report in points if "-48layers/" in one.case]
+    assert len(whole) == 2 and unknown == []
+    for measured, report in whole:
+        assert report.memory.peak_bytes == pytest.approx(measured.metrics["peak_bytes"], rel=0.03)
+        assert cost_model.as_point(measured) == measured

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from shardwright.checkpoints.buffers import non_persistent_buffers
 from shardwright.checkpoints.build import build_on_meta, rebuild_buffers, state_shapes, tied_names
 from shardwright.checkpoints.config import config_of, inert_config, read_config
+from shardwright.checkpoints.profile import profile_checkpoint
 from shardwright.schemas.errors import CheckpointError
 
 
@@ -214,3 +215,27 @@ def test_random_configs_give_only_typed_errors(raw: Any) -> None:
         inert_config(config.raw, frozenset({"hidden_size"}))
     except CheckpointError:
         return
+
+
+def test_a10_a_checkpoint_with_code_of_its_own_is_counted_and_never_run(save_tiny: Any, tmp_path: Path) -> None:
+    """Its constructor would read a tensor's value and leave a mark; headers give the counts without it."""
+    folder = Path(save_tiny("mixtral")[0])
+    counted = profile_checkpoint(folder).parameters
+    mark, copy = tmp_path / "ran", tmp_path / "checkpoint"
+    shutil.copytree(folder, copy)
+    document = json.loads((copy / "config.json").read_text())
+    document |= {
+        "model_type": "house_made",
+        "architectures": ["HouseMadeForCausalLM"],
+        "auto_map": {"AutoConfig": "modeling.Config", "AutoModelForCausalLM": "modeling.Model"},
+    }
+    (copy / "config.json").write_text(json.dumps(document))
+    code = f"import pathlib, torch\npathlib.Path({str(mark)!r}).touch()\nclass Model(torch.nn.Module):\n"
+    code += "    def __init__(self, config):\n        super().__init__()\n        self.size = torch.ones(()).item()\n"
+    (copy / "modeling.py").write_text(code)
+    profile = profile_checkpoint(copy)
+    assert profile.parameters.total == counted.total and not profile.transformers_class
+    with pytest.raises(CheckpointError, match="house_made") as caught:
+        build_on_meta(copy, torch.float32)
+    assert caught.value.code == "checkpoint/unknown-architecture" and caught.value.next_action
+    assert not mark.exists()

@@ -43,6 +43,7 @@ def test_every_command_of_a_guide_runs(guide: Path, tmp_path: Path) -> None:
     assert blocks, "a guide without a command"
     script = "set -euo pipefail\n" + "\n".join(blocks)
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["SHARDWRIGHT_CACHE"] = str(tmp_path / "cache")
     command = ["timeout", "-k", "5", "500", "bash", "--noprofile", "--norc", "-c", script]
     done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-1500:]}\n{done.stderr[-3000:]}"

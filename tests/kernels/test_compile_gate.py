@@ -60,8 +60,13 @@ def test_a_recorded_launch_is_the_one_that_runs() -> None:
     assert compile_case(case).complaint == ""
 
 
+DW = {"SINGLE": False, "WEIGHT_GRADIENT": True}
+
+
 def test_an_allowance_for_spills_needs_a_reason() -> None:
-    case = row_case("greedy", rms_norm_bwd_kernel, 7168, "bfloat16", Launch(2, 16, 3, 1), WEIGHT_GRADIENT=True)
+    case = row_case(
+        "greedy", rms_norm_bwd_kernel, 7168, "bfloat16", Launch(2, 16, 3, 1), SINGLE=False, WEIGHT_GRADIENT=True
+    )
     with pytest.raises(ValueError, match="reason"):
         replace(case, spill_allowance=64)
     allowed = replace(case, spill_allowance=1 << 20, spill_reason="a test of the allowance")
@@ -84,7 +89,9 @@ def test_persistent_backwards_copy_ahead() -> None:
 
 def test_a_spilling_configuration_is_refused() -> None:
     """Two rows of 8,192 columns in 16 warps need more registers than there are."""
-    case = row_case("greedy", rms_norm_bwd_kernel, 7168, "bfloat16", Launch(2, 16, 3, 1), WEIGHT_GRADIENT=True)
+    case = row_case(
+        "greedy", rms_norm_bwd_kernel, 7168, "bfloat16", Launch(2, 16, 3, 1), SINGLE=False, WEIGHT_GRADIENT=True
+    )
     report = compile_case(case)
     assert report.spill_bytes > 0 and "spilled" in report.complaint
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright.kernels.admitted import Admitted
 from shardwright.kernels.gated_rms_norm import contract
-from shardwright.kernels.gated_rms_norm.admitted import Admitted
 from shardwright.kernels.gated_rms_norm.cost import cost
 from shardwright.kernels.gated_rms_norm.rows import RowSteps, row_steps, steps
 from shardwright.schemas.errors import KernelError

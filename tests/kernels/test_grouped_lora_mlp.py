@@ -29,8 +29,11 @@ if INTERPRETED:
 
     from shardwright.kernels.grouped_lora_mlp import cases
     from shardwright.kernels.grouped_lora_mlp.contract import Activation, Kind, Layout
+    from shardwright.kernels.grouped_lora_mlp.launches import launch_adapter_grad, launch_product, launch_shrink
     from shardwright.kernels.grouped_lora_mlp.op import grouped_lora_mlp
     from shardwright.kernels.grouped_lora_mlp.reference import grouped_lora_mlp_reference
+    from shardwright.kernels.grouped_lora_mlp.rows import Rows
+    from shardwright.kernels.permute.op import make_tiles
     from shardwright.kernels.verify import verify_case, verify_repeats
     from shardwright.schemas.errors import KernelError
 
@@ -81,6 +84,28 @@ def test_activations_and_layouts(kind: Kind, interleaved: bool, order: str) -> N
 
 
 @inside
+@pytest.mark.parametrize(("kernel", "large"), [("adapter gradient", 29), ("product", 29), ("shrink", 31)])
+def test_sums_in_fp32_are_cut_into_chains(kernel: str, large: int) -> None:
+    """One huge term, then ones: a single chain would round every later step away, 1,023 in all."""
+    depth, wide = 1024, 2.0**large
+    terms = torch.ones(depth)
+    terms[0] = wide
+    if kernel == "adapter gradient":
+        rows, out = Rows(depth, make_tiles(torch.tensor([depth]), depth)), torch.empty(1, 16, 4)
+        launch_adapter_grad("", terms[:, None].expand(depth, 16).contiguous(), torch.ones(depth, 4), rows, False, None,
+                            out, 4, 1)  # fmt: skip
+    else:
+        rows, out = Rows(5, make_tiles(torch.tensor([5]), 5)), torch.empty(5, 16)
+        x, w = terms.expand(5, depth).contiguous(), torch.ones(1, 16, depth)
+        if kernel == "product":
+            launch_product("", x, w, True, rows, None, out)
+        else:
+            launch_shrink("", x, w, 1, depth, 1.0, rows, False, out)
+    lost = wide + depth - 1 - out.double()
+    assert float(lost.abs().max()) <= 256
+
+
+@inside
 def test_what_is_refused() -> None:
     x, gate_up, down = torch.ones(4, 16), torch.ones(2, 16, 16), torch.ones(2, 16, 8)
     counts = torch.tensor([2, 2])
@@ -91,6 +116,9 @@ def test_what_is_refused() -> None:
         "kernel/misaligned-width": (torch.ones(4, 6), counts, torch.ones(2, 16, 6), torch.ones(2, 6, 8)),
         "kernel/trains-the-base": (x, counts, gate_up.clone().requires_grad_(), down),
     }
+    learning = (x.clone().requires_grad_(), counts, gate_up, down.clone().requires_grad_())
+    with pytest.raises(KernelError, match="wants a gradient"):
+        grouped_lora_mlp(*learning)
     for code, arguments in bad.items():
         with pytest.raises(KernelError) as caught:
             grouped_lora_mlp(*arguments)

@@ -16,6 +16,7 @@ pytestmark = [
     ),
 ]
 
+from shardwright.kernels import tuned  # noqa: E402
 from shardwright.kernels.grouped_lora_mlp import configs  # noqa: E402
 from shardwright.kernels.grouped_lora_mlp.contract import Activation, Layout  # noqa: E402
 from shardwright.kernels.grouped_lora_mlp.op import Adapter, grouped_lora_mlp  # noqa: E402
@@ -27,9 +28,9 @@ COUNTS = [462, 366, 0, 192, 180, 65]
 
 
 @pytest.fixture(params=[True, False], ids=["hopper", "portable"])
-def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    monkeypatch.setattr(configs, "prefers_hopper", lambda rows, experts: request.param)
-    yield request.param
+def hopper(request: pytest.FixtureRequest) -> Iterator[bool]:
+    with tuned.override("grouped_lora_mlp", "way", configs.Way(request.param)):
+        yield request.param
 
 
 def draw(*shape: int) -> Tensor:

@@ -192,3 +192,17 @@ def test_other_operators_keep_their_entries() -> None:
     old = TunedFile(device="d", versions={}, entries=(entry(), entry(op="permute", kernel="combine")))
     new = merged(old, ["router"], [entry(kernel="router_bwd")], "d")
     assert [(e.op, e.kernel) for e in new.entries] == [("permute", "combine"), ("router", "router_bwd")]
+
+
+def test_the_expert_products_ask_for_what_is_tuned() -> None:
+    """Every tune case's key is one that a layer of its size looks up."""
+    from shardwright.kernels.grouped_lora_mlp import cases, tuning
+
+    tuned.forget()
+    with tuned.on("nvidia-none"):
+        for size in tuning.SIZES:
+            cases.launched("", size)
+        asked = {(found.kernel, found.bucket) for found in tuned.decisions() if found.op == "grouped_lora_mlp"}
+    keys = {(case.kernel, case.bucket) for case in tuning.tune_cases()}
+    assert keys <= asked and {kernel for kernel, _ in keys} == {"way", "product"}
+    tuned.forget()

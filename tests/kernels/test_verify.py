@@ -12,11 +12,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="suites name triton kernels")
 
+from shardwright.kernels import suite as command
 from shardwright.kernels.bench import Ceilings, floor_of, keep_line
 from shardwright.kernels.cases import OpSuite
 from shardwright.kernels.registry import operator
 from shardwright.kernels.suite import bench_table, main, verify_table
-from shardwright.kernels.verify import poisoned_memory, verify_case, verify_repeats
+from shardwright.kernels.verify import VerifyResult, poisoned_memory, verify_case, verify_repeats
+from shardwright.kernels.verify_jobs import FAR, REST, Part, broken, default_jobs, parts, verify_in_jobs
 from shardwright.schemas.bench import BenchLine
 from shardwright.schemas.errors import KernelError
 
@@ -188,6 +190,49 @@ def test_one_table_shows_lines_with_and_without_a_rival() -> None:
     head, first, second = bench_table([lone, raced]).splitlines()
     assert "of floor" in head and first.split()[:2] == ["a", "fwd"] and " - " in first
     assert "50 %" in second and "2.00" in second and "7" in second.split()
+
+
+def test_the_floor_of_a_loss_alone_is_one_product() -> None:
+    suite = operator("linear_cross_entropy").load_suite()
+    assert suite.forward_cost is not None
+    both = suite.cost(8192, 7168, 163_840, "bfloat16").forward
+    alone = suite.forward_cost(8192, 7168, 163_840, "bfloat16").forward
+    assert 2 * alone.floor_flops == both.floor_flops == 4 * 8192 * 7168 * 163_840
+    assert alone.bytes_read < both.bytes_read and alone.launches < both.launches
+
+
+def test_parts_are_every_suite_and_dtype_in_the_tables_order() -> None:
+    found = parts(["grouped_lora_mlp", "rms_norm"], "cuda")
+    dtypes = ["bfloat16", "float16", "float32"]
+    assert [p.what for p in found if p.op == "rms_norm"] == [*dtypes, REST, FAR]
+    assert [p.what for p in found if p.op == "grouped_lora_mlp"] == [*dtypes, REST, *dtypes, REST]
+    assert [p.op for p in found] == ["grouped_lora_mlp"] * 8 + ["rms_norm"] * 5
+    assert default_jobs("cpu") == 1 and 1 <= default_jobs("cuda") <= 16
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_a_part_without_an_answer_is_wrong_and_the_others_go_on() -> None:
+    """Without an interpreter every part of a CPU run is refused, each in a process of its own."""
+    ended: list[str] = []
+    found = verify_in_jobs(["rms_norm"], "cpu", 2, ended.append)
+    assert list(found) == list(parts(["rms_norm"], "cpu")) and len(ended) == len(found) == 4
+    assert all(not result.ok and "KernelError" in result.detail for results in found.values() for result in results)
+
+
+def test_what_is_right_is_timed_beside_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed: list[object] = []
+
+    def verified(ops: object, device: str, jobs: int, report: object) -> dict[Part, list[VerifyResult]]:
+        right, wrong = Part("rms_norm", 0, "float32"), Part("router", 0, "float32")
+        return {wrong: broken(wrong, RuntimeError("CUDA error")), right: [broken(right, ValueError())[0].model_copy(
+            update={"ok": True})]}  # fmt: skip
+
+    monkeypatch.setattr(command, "verify_in_jobs", verified)
+    monkeypatch.setattr(command, "bench_all", lambda ops, *args, **named: timed.append(ops) or [])
+    assert main(["--device", "cuda"]) == 1 and timed == [("rms_norm",)]
+    assert "router" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")

@@ -22,6 +22,7 @@ from shardwright.runtime.checks.documents import documents_apart
 from shardwright.runtime.lora.inject import adapter_names, adapter_shapes
 from shardwright.runtime.losses import summed_loss
 from shardwright.runtime.reference import add_plain_lora, load_plain
+from shardwright.runtime.segments import keep_apart
 from shardwright.schemas.lora import LoraTarget
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "tie_word_embeddings": False}
@@ -250,12 +251,16 @@ def test_plain_lora_equals_peft(name: str, families: Any, make_job: Any, strateg
             torch.testing.assert_close(found / scale, expected / scale, rtol=0, atol=1e-5, msg=f"{name} {adapter}")
 
 
-@pytest.mark.parametrize(("name", "apart"), [("mixtral", True), ("kimi_linear", False)])
-def test_documents_in_one_row_are_tried_on_the_family(name: str, apart: bool, families: Any) -> None:
-    """Attention obeys positions that start anew; KDA's state, without borders of its own, crosses them."""
+@pytest.mark.parametrize(
+    ("name", "kept", "apart"), [("mixtral", False, True), ("kimi_linear", False, False), ("kimi_linear", True, True)]
+)
+def test_documents_in_one_row_are_tried_on_the_family(name: str, kept: bool, apart: bool, families: Any) -> None:
+    """Attention obeys positions that start anew; KDA's state crosses them unless the runtime keeps it apart."""
     if name not in families:
         pytest.skip(f"transformers ships no {name}")
     model, files = load_plain(families[name].checkpoint, torch.float32, torch.device("cpu"))
+    if kept:
+        keep_apart(model)
     rows = (np.arange(3 * 16).reshape(1, 3, 16) * 5) % 90
     trainer: Any = SimpleNamespace(
         batches=SimpleNamespace(sequences=rows),

@@ -52,10 +52,15 @@ def head() -> FusionDecision:
     return decision("linear_cross_entropy", ("lm_head",), roles={"weight": "weight"})
 
 
+def attention() -> FusionDecision:
+    modules = ("model.layers.0.self_attn", "model.layers.1.self_attn")
+    return decision("qk_norm_rope", modules, constants={"eps": "0.000001"})
+
+
 @pytest.fixture(scope="module")
 def registered() -> None:
     """Operators that a plan can name; one that is not registered cannot be in a plan."""
-    wanted = {"moe_layer", "grouped_lora_mlp", "router", "linear_cross_entropy"}
+    wanted = {"moe_layer", "grouped_lora_mlp", "router", "qk_norm_rope", "linear_cross_entropy"}
     if missing := sorted(wanted - set(OPERATORS)):
         pytest.skip(f"not registered: {', '.join(missing)}")
 
@@ -64,8 +69,8 @@ def registered() -> None:
 def test_fused_equals_eager_on_live_models(
     qwen: Any, make_job: Any, strategy: Any, on_ranks: Any, registered: None
 ) -> None:
-    """Whole layer, router, head and loss on one rank, with and without checkpointing; received rows on two."""
-    everything = (experts_of("moe_layer"), router_of(), head())
+    """Whole layer, router, norms of heads, head and loss on one rank, with and without checkpointing; rows on two."""
+    everything = (experts_of("moe_layer"), router_of(), attention(), head())
     one = [make_job(qwen, strategy(**axes), fusions=everything) for axes in ({}, {"checkpointing": "full"})]
     received = (experts_of("grouped_lora_mlp"), head())
     two = [make_job(qwen, strategy(ep=2, checkpointing="full"), fusions=received)]

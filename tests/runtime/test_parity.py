@@ -25,6 +25,8 @@ TWO: dict[str, dict[str, Any]] = {
     "ep2": {"ep": 2},
     "ep2-micro2": {"ep": 2, "micro_batch_sequences": 2},
     "ep2-checkpointed": {"ep": 2, "checkpointing": "full"},
+    "ep2-chunks2": {"ep": 2, "overlap": "chunked", "overlap_chunks": 2},
+    "ep2-chunks3-checkpointed": {"ep": 2, "overlap": "chunked", "overlap_chunks": 3, "checkpointing": "full"},
     "fsdp2-checkpointed": {"shard": 2, "checkpointing": "full"},
     "fsdp2-keep": {"shard": 2, "reshard_after_forward": False},
     "replicate2": {"replicate": 2},
@@ -138,6 +140,12 @@ def test_checkpointing_keeps_losses(one_rank: dict[str, Any], two_ranks: dict[st
     """Loads are equal too: a recomputation is not counted."""
     for job in (one_rank["checkpointed"], two_ranks["ep2-checkpointed"], two_ranks["fsdp2-checkpointed"]):
         same(job, one_rank["plain"])
+
+
+def test_chunks_keep_losses(one_rank: dict[str, Any], two_ranks: dict[str, Any]) -> None:
+    """Rows that travel in two or three pieces, with and without a recomputation, give what one piece gives."""
+    for name in ("ep2-chunks2", "ep2-chunks3-checkpointed"):
+        same(two_ranks[name], one_rank["plain"])
 
 
 def test_no_reshard_keeps_losses(one_rank: dict[str, Any], two_ranks: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shardwright.schemas.cluster import ClusterSpec
+from shardwright.schemas.profile import Packing
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces import executable
 from shardwright.search_spaces.axes.ep import uneven_shares
@@ -98,7 +99,7 @@ def test_packed_blocks_are_checked_before_a_kernel_meets_them(build: SimpleNames
         "expert_intermediate_size = 64",
         "precision bfloat16",
     )
-    assert found["base-packing-runs"].nearest_legal == ("plain",)
+    assert "base-packing-runs" not in found, "MXFP4 is run"
 
 
 def test_a_mesh_larger_than_the_world_names_its_rule(build: SimpleNamespace) -> None:
@@ -171,3 +172,27 @@ def test_a_factor_of_seven_in_the_world_is_used(build: SimpleNamespace) -> None:
 def test_divisors() -> None:
     assert divisors(36) == (1, 2, 3, 4, 6, 9, 12, 18, 36)
     assert divisors(1) == (1,)
+
+
+def test_packed_experts_run_whole_on_their_rank(build: SimpleNamespace) -> None:
+    """The runtime refuses blocks cut over ``shard``; so does a plan, unless it only explores."""
+    profile = build.tiny(8).model_copy(
+        update={"packing": (Packing(format="mxfp4", tensors=8, stored_bytes=64, logical_parameters=64),)}
+    )
+    recipe, cluster = build.recipe_of(batch=8, base="bfloat16"), build.cluster_of("h200-8")
+    rules = {
+        (shard, explore): {
+            one.rule
+            for one in violations(
+                profile,
+                recipe,
+                cluster,
+                ParallelStrategy(mesh=Mesh(shard=shard, ep=8 // shard), base_format="mxfp4"),
+                explore=explore,
+            )
+        }
+        for shard in (1, 2)
+        for explore in (False, True)
+    }
+    assert "base-format-is-stored" in rules[2, False]
+    assert all("base-format-is-stored" not in rules[key] for key in ((1, False), (1, True), (2, True)))

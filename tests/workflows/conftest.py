@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+os.environ["SHARDWRIGHT_CACHE"] = "off"  # every test does its own work; the cache has tests of its own
 
 import workflow_fakes as fakes
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jsonschema
@@ -32,6 +35,45 @@ def planned(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         sys.argv = before
     assert not ended.value.code
     return out
+
+
+def hub_module():
+    """The hub on loopback of the tests of ``checkpoints``."""
+    path = Path(__file__).parents[1] / "checkpoints" / "test_hub.py"
+    spec = importlib.util.spec_from_file_location("hub_on_loopback", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_an_address_plans_the_bytes_of_its_copy_and_trains_nothing(planned, built, tmp_path) -> None:
+    """``hf://`` by range reads: the same plan as from the folder; training is refused until the weights are here."""
+    hub = hub_module().Hub(built / "checkpoint")
+    threading.Thread(target=hub.serve_forever, daemon=True).start()
+    unset = {"HF_HUB_OFFLINE": "", "HF_ENDPOINT": hub.endpoint, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    program = [sys.executable, "-m", "shardwright.workflows.cli.main"]
+
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        environment = {k: v for k, v in {**os.environ, **unset}.items() if v}
+        command = [*program, *map(str, words)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
+
+    try:
+        out = tmp_path / "plan.json"
+        done = run("plan", "hf://org/model", "-c", "cpu-2", "-r", built / "recipe.yaml", "-o", out)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert out.read_bytes() == planned.read_bytes()
+        sent = sum(hub.sent.values())
+        assert sent <= sum(path.stat().st_size for path in (built / "checkpoint").iterdir())
+    finally:
+        hub.shutdown()
+    assert run("review", out, "--approve").returncode == 0
+    (folder,) = (tmp_path / "cache" / "shardwright" / "hub" / "org--model").iterdir()
+    for name in (folder, "hf://org/model"):
+        done = run("apply", out, "--checkpoint", name, "--data-root", built, "--run-dir", tmp_path / "run")
+        assert done.returncode == 1 and "checkpoint/headers-only" in done.stderr
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 @pytest.fixture
@@ -81,10 +123,12 @@ def test_explain(cli, plan_file) -> None:
         (proposal.id, proposal.certificate.obligations[0].evidence[:30]),
         ("memory", "frozen_base"),
         ("time", plan.evidence.cost.time.bound_by),
-        ("strategy", "Alternatives"),
+        ("strategy", "ALTERNATIVES"),
+        ("fusions", "attention+moe"),
     ):
         done = cli("explain", plan_file, subject)
         assert done.code == 0 and needed in done.out, subject
+        assert "| --- |" not in done.out and "| --- |" in cli("explain", plan_file, subject, "--output", "markdown").out
     assert cli("explain", plan_file, "nothing").code == 2
 
 
@@ -199,3 +243,20 @@ def test_adapt_pauses_then_a_policy_denies_it(cli, tiny) -> None:
     assert error["code"] == "policy/violated" and "not allowed: eager" in error["what"]
     assert "structure" not in denied.err and not (run_dir / "run.json").exists()
     assert not (run_dir / "approvals.jsonl").exists()
+
+
+def test_a_simulated_rank_keeps_what_the_plan_says(plan_file, built) -> None:
+    """In a process of its own: it joins a fake process group."""
+    program = [sys.executable, "-m", "shardwright.workflows.cli.main", "simulate", str(plan_file)]
+    words = ["--checkpoint", str(built / "checkpoint"), "--simulate-world"]
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        command = ["timeout", "-k", "5", "200", *program, *words, *more]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = run("2", "--output", "json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout)
+    assert told["world"] == 2 and told["kept_bytes"] == pytest.approx(told["predicted"]["kept"], rel=0.02)
+    done = run("64")
+    assert done.returncode == 2 and "the plan is for 2 ranks, --simulate-world asks for 64" in done.stderr

@@ -10,9 +10,9 @@ import workflow_fakes as fakes
 from shardwright.schemas.approval import find_approval, read_log
 from shardwright.schemas.errors import ApprovalError, ExitCode, InfeasibleError, LegalityError, PlanError, UsageError
 from shardwright.schemas.plan import load_plan
-from shardwright.schemas.strategy import Mesh
+from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.workflows.compare import differences
-from shardwright.workflows.edits import completed, edit_axes, reject_proposal
+from shardwright.workflows.edits import completed, edit_axes, edited, reject_proposal
 from shardwright.workflows.review.session import ReviewSession
 from shardwright.workflows.review.terminal import ask_until_decided, plan_text
 
@@ -207,3 +207,31 @@ def test_the_difference_of_parent_and_child(session) -> None:
     assert found["decision", "parent_hash"][0] == "None"
     assert found["evidence", "cost.memory.components.frozen_base.bytes"] == (str(2 << 30), str(4 << 30))
     assert differences(parent, parent) == ()
+
+
+@pytest.mark.parametrize(
+    ("values", "after"),
+    [
+        ({"overlap": "chunked"}, {"overlap": "chunked", "overlap_chunks": 2}),
+        ({"overlap_chunks": "4"}, {"overlap": "chunked", "overlap_chunks": 4}),
+        ({"overlap": "chunked", "overlap_chunks": "3"}, {"overlap": "chunked", "overlap_chunks": 3}),
+        ({"checkpointed_layers": "0, 2"}, {"checkpointing": "layers", "checkpointed_layers": [0, 2]}),
+        ({"checkpointed_layers": ""}, {"checkpointing": "none", "checkpointed_layers": []}),
+        ({"checkpointing": "full"}, {"checkpointing": "full", "checkpointed_layers": []}),
+    ],
+)
+def test_axes_that_belong_together_follow_each_other(values, after) -> None:
+    found = edited(ParallelStrategy(mesh=Mesh()), values).whole()
+    assert {name: list(v) if isinstance(v := found[name], (list, tuple)) else v for name in after} == after
+    back = edited(edited(ParallelStrategy(mesh=Mesh()), {"overlap": "chunked"}), {"overlap": "none"})
+    assert back == ParallelStrategy(mesh=Mesh())
+
+
+def test_every_axis_of_a_strategy_is_on_the_page_with_the_choices_of_its_schema() -> None:
+    from shardwright.workflows.review.trial import AXES, choices, is_list
+
+    leaves = set(ParallelStrategy(mesh=Mesh()).whole()) - {"mesh"} | {f"mesh.{name}" for name in Mesh.model_fields}
+    assert set(AXES) == leaves
+    assert choices("checkpointing") == ("none", "full", "layers")
+    assert choices("reshard_after_forward") == ("true", "false")
+    assert choices("mesh.ep") == choices("overlap_chunks") == () and is_list("checkpointed_layers")

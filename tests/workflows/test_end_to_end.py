@@ -21,12 +21,15 @@ from safetensors.numpy import load_file
 STEPS = 32
 """Long enough that a run can be caught in the middle."""
 
+SLACK = float(os.environ.get("SHARDWRIGHT_TEST_SLACK", "1"))
+"""Factor on time limits for a machine that does other work beside the tests."""
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def command(*arguments: object) -> list[str]:
     words = [sys.executable, "-m", "shardwright.workflows.cli.main", *map(str, arguments)]
-    return ["timeout", "-k", "5", "150", *words]
+    return ["timeout", "-k", "5", f"{150 * SLACK:.0f}", *words]
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -35,7 +38,17 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def adapt(inputs: Path, run_dir: Path, output: str = "text") -> list[object]:
     words = ["adapt", inputs / "checkpoint", "--cluster", "cpu-2", "--recipe", inputs / "recipe.yaml"]
-    return [*words, "--headless", "--policy", inputs / "policy.yaml", "--run-dir", run_dir, "--output", output]
+    return [
+        *words,
+        "--headless",
+        "--policy",
+        inputs / "policy.yaml",
+        "--run-dir",
+        run_dir,
+        "--output",
+        output,
+        "--preflight",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +91,10 @@ def test_a_headless_run_gives_a_proved_adapter(unbroken, inputs) -> None:
     assert (adapter / "adapter_model.safetensors").is_file() and (adapter / "adapter_config.json").is_file()
     assert record(unbroken)["status"] == "exported" and record(unbroken)["world_size"] == 2
     assert len(record(unbroken)["steps"]) == STEPS
+    tests = {one["name"]: one["passed"] for one in record(unbroken)["preflight"]}
+    assert {"versions", "memory", "disk", "clocks", "collectives-correct", "pair-bandwidth"} <= set(tests)
+    assert all(tests[name] for name in ("versions", "memory", "disk", "collectives-correct"))
+    assert "Preflight" in (unbroken / "report.md").read_text()
     report = (unbroken / "report.html").read_text()
     assert f"{before:.4f} → {after:.4f}" in report and "<svg" in report
     assert told["decision_sha256"] in (unbroken / "report.md").read_text()
@@ -103,6 +120,26 @@ def test_status_and_show_of_a_finished_run(cli, unbroken) -> None:
     assert cli("show", unbroken, "--output", "markdown").out == (unbroken / "report.md").read_text()
 
 
+def test_followed_logs_end_with_the_run(cli, unbroken) -> None:
+    lines = cli("logs", unbroken, "--follow", "-n", 3).out.splitlines()
+    assert len(lines) == 6, "three events, two steps and an evaluation"
+    assert any("report     finished" in line for line in lines)
+    assert any(line.startswith(f"step {STEPS:>5}  loss ") for line in lines)
+    assert f"step {STEPS}/{STEPS}" in cli("logs", unbroken, "-f", "--workers").out
+
+
+@pytest.mark.parametrize("form", ["peft", "per-expert", "merged"])
+def test_every_form_of_the_adapter_is_written_and_proved(cli, unbroken, form) -> None:
+    told = json.loads(cli("export", unbroken, "--format", form, "--output", "json").out)
+    assert Path(told["path"]).is_dir() and told["tensors"] > 0
+    assert form == "peft" or (told["checks"] and all(check["passed"] for check in told["checks"]))
+    if form == "merged":
+        assert told["retained_delta"] == pytest.approx(1.0, abs=1e-3), "nothing is packed here"
+    if form == "per-expert":
+        text = cli("export", unbroken, "--format", form).out
+        assert "vllm serve" in text and "neither engine was started" in text
+
+
 def start_and(
     interrupt: Callable[[subprocess.Popen[str]], None], words: list[object], run_dir: Path, at_step: int
 ) -> int:
@@ -114,22 +151,29 @@ def start_and(
         text=True,
         env=ENVIRONMENT,
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 120 * SLACK
     while steps_seen(run_dir) < at_step:
         assert process.poll() is None, process.communicate()[1][-3000:]
         assert time.monotonic() < deadline
         time.sleep(0.02)
     interrupt(process)
-    process.communicate(timeout=60)
+    told = process.communicate(timeout=60 * SLACK)[1]
+    assert "Traceback" not in told, told[-3000:]
     return process.returncode
 
 
 def test_killed_then_stopped_it_ends_as_the_unbroken_run(cli, unbroken, inputs) -> None:
-    """SIGKILL of the driver in the middle of training, SIGINT later, then the same command."""
+    """SIGKILL of the driver in the middle of training, `shardwright cancel` later, then the same command."""
     run_dir = inputs.parent / "broken"
     words = adapt(inputs, run_dir)
     assert start_and(lambda p: p.kill(), words, run_dir, 6) == -signal.SIGKILL
-    assert start_and(lambda p: p.send_signal(signal.SIGINT), words, run_dir, 10) == 130
+
+    def cancel(process: subprocess.Popen[str]) -> None:
+        done = cli("cancel", run_dir)
+        assert done.code == 0 and done.out.strip() == str(run_dir), done.err
+        assert f"`shardwright resume {run_dir}` goes on" in done.err
+
+    assert start_and(cancel, words, run_dir, 10) == 130
     status = cli("status", run_dir)
     assert "interrupted" in status.out and f"resume {run_dir}" in status.out
     done = cli("resume", run_dir, "--headless", "--policy", inputs / "policy.yaml")

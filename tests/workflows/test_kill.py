@@ -17,12 +17,14 @@ from shardwright.workflows.adapt import NODES
 from shardwright.workflows.events import read_events
 from shardwright.workflows.runs import load_record
 
+BESIDE = ("structure", "propose", "search")
+"""Nodes of the two branches between ingest and join."""
 SCRIPT = Path(__file__).with_name("kill_run.py")
 
 
 def start(run: Path, inputs: Path, *moments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), str(run), str(inputs), *moments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
 
 
 def whole(run: Path) -> None:
@@ -48,18 +50,33 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_at_every_node_it_goes_on(moment: str, tmp_path: Path, inputs: Path, unbroken: Path) -> None:
     """Dies at one node after the other; each start goes on from where the one before was cut off."""
     run = tmp_path / "run"
-    for node in NODES:
+    alone = [node for node in NODES if node not in BESIDE]
+    for node in alone:
         killed = start(run, inputs, f"{node}:{moment}")
         assert killed.returncode == -signal.SIGKILL, (node, killed.stderr)
     done = start(run, inputs)
     assert done.stdout == "finished", done.stderr
     begun = Counter(event["node"] for event in read_events(run) if event["kind"] == "started")
-    assert begun == dict.fromkeys(NODES, 2), "each node began once to be killed and once to finish"
+    assert begun == {**dict.fromkeys(BESIDE, 1), **dict.fromkeys(alone, 2)}, "once to be killed and once to finish"
     whole(run)
     assert load_plan(run / "plan.json").hashes == load_plan(unbroken / "plan.json").hashes
     for name in ("report.md", "report.html", "plan.json"):
         ours, theirs = ((folder / name).read_text().replace(str(folder), "RUN") for folder in (run, unbroken))
         assert ours == theirs, name
+
+
+@pytest.mark.parametrize("moment", ["started", "finished"])
+@pytest.mark.parametrize("node", BESIDE)
+def test_killed_in_a_branch_the_other_branch_is_kept(
+    node: str, moment: str, tmp_path: Path, inputs: Path, unbroken: Path
+) -> None:
+    run = tmp_path / "run"
+    assert start(run, inputs, f"{node}:{moment}").returncode == -signal.SIGKILL
+    assert start(run, inputs).stdout == "finished"
+    whole(run)
+    assert load_plan(run / "plan.json").hashes == load_plan(unbroken / "plan.json").hashes
+    computed = Counter(event["node"] for event in read_events(run) if event["kind"] == "computed")
+    assert all(computed[name] <= 2 for name in BESIDE) and computed["join"] == 1
 
 
 @pytest.mark.parametrize("moment", ["search:computed", "join:computed", "execute:computed", "review:note"])

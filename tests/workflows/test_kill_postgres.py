@@ -10,7 +10,7 @@ from pathlib import Path
 import postgres
 import pytest
 import workflow_fakes as fakes
-from test_kill import start, whole
+from test_kill import BESIDE, start, whole
 
 from shardwright.schemas.errors import ApprovalError, RunError
 from shardwright.workflows.adapt import NODES
@@ -31,14 +31,16 @@ def url() -> Iterator[str]:
 @needs_server
 def test_killed_at_every_node_it_goes_on(url, tmp_path, inputs, monkeypatch) -> None:
     monkeypatch.setenv(URL_VARIABLE, url)
-    run = tmp_path / "run"
-    for node in NODES:
-        killed = start(run, inputs, f"{node}:started")
-        assert killed.returncode == -signal.SIGKILL, (node, killed.stderr)
-    done = start(run, inputs)
-    assert done.stdout == "finished", done.stderr
-    whole(run)
-    assert not (run / "workflow.sqlite").exists()
+    runs = {"alone": [node for node in NODES if node not in BESIDE], **{node: [node] for node in BESIDE}}
+    for name, nodes in runs.items():
+        run = tmp_path / name
+        for node in nodes:
+            killed = start(run, inputs, f"{node}:started")
+            assert killed.returncode == -signal.SIGKILL, (node, killed.stderr)
+        done = start(run, inputs)
+        assert done.stdout == "finished", done.stderr
+        whole(run)
+        assert not (run / "workflow.sqlite").exists()
 
 
 @needs_server

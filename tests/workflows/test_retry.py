@@ -7,7 +7,7 @@ import errno
 import pytest
 import workflow_fakes as fakes
 
-from shardwright.schemas.errors import CheckpointError
+from shardwright.schemas.errors import CheckpointError, RunError
 from shardwright.workflows import retry
 from shardwright.workflows.drive import drive
 from shardwright.workflows.events import read_events
@@ -38,7 +38,7 @@ def test_the_third_failure_is_final(tmp_path, request_of, approving, monkeypatch
     monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.001)
     calls: list[int] = []
     stages = fakes.fake_stages(search=failing(9, OSError(errno.EIO, "read"), calls))
-    with pytest.raises(OSError, match="read"):
+    with pytest.raises(RunError, match=r"kept-failing.*OSError: .* 3 times"):
         drive(request_of(), tmp_path / "run", stages=stages, policy=approving)
     assert len(calls) == 3
 

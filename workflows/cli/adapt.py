@@ -7,19 +7,32 @@ from typing import Annotated
 
 import typer
 
+from shardwright.workflows.advice import Advice
 from shardwright.workflows.cli.common import (
     DEFAULT_TRIALS,
-    CheckpointArgument,
+    AdviceOption,
+    CalibrationOption,
+    CheckpointOrAddress,
     ClusterOption,
     HeadlessOption,
     LaunchOption,
+    LlmModelOption,
+    LlmReplayOption,
+    LlmUrlOption,
+    LoadProfileOption,
+    NoCacheOption,
+    OfflineOption,
     Output,
     OutputOption,
     PolicyOption,
     PreflightOption,
     RecipeOption,
     ReportsOption,
+    TimeBudgetOption,
+    TimeLimitOption,
     TrialsOption,
+    limits_of,
+    note,
 )
 
 
@@ -28,7 +41,7 @@ def register(app: typer.Typer) -> None:
 
 
 def adapt(
-    checkpoint: CheckpointArgument,
+    checkpoint: CheckpointOrAddress,
     cluster: ClusterOption,
     recipe: RecipeOption,
     headless: HeadlessOption = False,
@@ -37,6 +50,16 @@ def adapt(
         Path | None, typer.Option("--run-dir", help="Folder of the run. [default: runs/NAME-HASH of the inputs]")
     ] = None,
     trials: TrialsOption = DEFAULT_TRIALS,
+    calibration: CalibrationOption = None,
+    load_profile: LoadProfileOption = None,
+    time_budget: TimeBudgetOption = None,
+    time_limit: TimeLimitOption = None,
+    llm: AdviceOption = Advice.off,
+    llm_url: LlmUrlOption = "",
+    llm_model: LlmModelOption = "",
+    llm_replay: LlmReplayOption = None,
+    offline: OfflineOption = False,
+    no_cache: NoCacheOption = False,
     launch: LaunchOption = None,
     preflight: PreflightOption = False,
     output: OutputOption = Output.text,
@@ -47,15 +70,23 @@ def adapt(
     Pauses for review (exit 3 off a terminal), or lets a policy decide with --headless --policy. Interrupted or killed,
     the same command goes on from where it was.
     """
+    from shardwright.workflows.advising import llm_request
+    from shardwright.workflows.cache import default_cache
     from shardwright.workflows.cli.finish import deciders, finishing
     from shardwright.workflows.cli.launching import keep_options
     from shardwright.workflows.drive import drive
     from shardwright.workflows.prepare import fresh_request
     from shardwright.workflows.request import default_run_dir
+    from shardwright.workflows.search_options import search_request
 
+    limits, cache = limits_of(time_limit), None if no_cache else default_cache()
+    asked, words = llm_request(llm, url=llm_url, model=llm_model, replay=llm_replay, offline=offline)
+    if words:
+        note(words)
     rules, reviewer = deciders(headless, policy)
-    request = fresh_request("adapt", checkpoint, cluster, recipe, trials)
+    search = search_request(calibration, load_profile, time_budget_s=time_budget)
+    request = fresh_request("adapt", checkpoint, cluster, recipe, trials, search=search, offline=offline, llm=asked)
     folder = run_dir or default_run_dir(request)
     keep_options(folder, launch, preflight)
     with finishing(folder, output, reports) as listener:
-        drive(request, folder, listener=listener, policy=rules, reviewer=reviewer)
+        drive(request, folder, listener=listener, policy=rules, reviewer=reviewer, limits=limits, cache=cache)

@@ -72,6 +72,7 @@ def _export_other(run_dir: Path, form: Format, output: PlainOutput) -> None:
     from shardwright.runtime.export.serving import CHECKED, recipe
     from shardwright.workflows.lock import RunLock
     from shardwright.workflows.request import load_request
+    from shardwright.workflows.runs import demand
 
     checkpoint, rows = Path(load_request(run_dir).checkpoint), []
     with RunLock(run_dir):
@@ -87,9 +88,10 @@ def _export_other(run_dir: Path, form: Format, output: PlainOutput) -> None:
             rows += [("serve", line) for line in recipe(checkpoint, Path(facts.path), facts_rank(Path(facts.path)))]
     if output is PlainOutput.json:
         put_json({**facts.model_dump(mode="json"), "checks": [check.model_dump(mode="json") for check in checks]})
-        return
-    rows = [("written", facts.path), ("sha256", facts.sha256), ("tensors", str(facts.tensors)), *rows]
-    put(facts_text([*rows, *((f"  {check.name}", check.evidence) for check in checks)]))
+    else:
+        rows = [("written", facts.path), ("sha256", facts.sha256), ("tensors", str(facts.tensors)), *rows]
+        put(facts_text([*rows, *((f"  {'✓' if c.passed else '✗'} {c.name}", c.evidence) for c in checks)]))
+    demand(checks, ("export",), where=facts.path)
 
 
 def facts_rank(folder: Path) -> int:

@@ -15,6 +15,8 @@ from shardwright.workflows.cli.common import (
     PlanArgument,
     PreflightOption,
     ReportsOption,
+    TimeLimitOption,
+    limits_of,
     note,
 )
 
@@ -35,6 +37,7 @@ def apply(
     ] = None,
     launch: LaunchOption = None,
     preflight: PreflightOption = False,
+    time_limit: TimeLimitOption = None,
     carry_from: Annotated[
         Path | None,
         typer.Option("--from", help="Go on from the newest save of this run, made on another mesh by the same recipe."),
@@ -57,7 +60,7 @@ def apply(
     from shardwright.workflows.drive import drive
     from shardwright.workflows.prepare import approved_start
 
-    log = approvals or log_beside(plan)
+    limits, log = limits_of(time_limit), approvals or log_beside(plan)
     prepared = approved_start(plan, checkpoint, log, data_root, run_dir, require_other_approver)
     keep_options(prepared.run_dir, launch, preflight)
     if dry_run:
@@ -68,4 +71,4 @@ def apply(
 
         note(adopt(carry_from, prepared.run_dir))
     with finishing(prepared.run_dir, output, reports) as listener:
-        drive(prepared.request, prepared.run_dir, listener=listener, start=prepared.state)
+        drive(prepared.request, prepared.run_dir, listener=listener, start=prepared.state, limits=limits)

@@ -23,6 +23,8 @@ def calibrate(
     from shardwright.schemas.files import write_atomic
     from shardwright.workflows.calibration import measure
 
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)  # a place that cannot be written is said before the work
     data = pretty_bytes(measure(quick=quick, progress=note))
     if out is None:
         put(data.decode())

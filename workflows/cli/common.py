@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from shardwright.workflows.advice import Advice
+
 
 class Output(StrEnum):
     """Forms of a result on stdout."""
@@ -29,7 +31,47 @@ class PlainOutput(StrEnum):
     markdown = "markdown"
 
 
+class Words(StrEnum):
+    """Forms of an explanation."""
+
+    text = "text"
+    markdown = "markdown"
+
+
 CheckpointArgument = Annotated[Path, typer.Argument(metavar="CKPT", help="Folder of a safetensors checkpoint.")]
+CheckpointOrAddress = Annotated[
+    Path,
+    typer.Argument(metavar="CKPT", help="Folder of a safetensors checkpoint, or hf://org/model@revision (headers)."),
+]
+OfflineOption = Annotated[
+    bool, typer.Option("--offline", help="Ask no other machine: no hub address, no language model.")
+]
+AdviceOption = Annotated[
+    Advice, typer.Option("--llm", help="Whether a language model may advise; required exits 8 where none answers.")
+]
+LlmUrlOption = Annotated[
+    str, typer.Option("--llm-url", help="OpenAI-compatible server. [default: SHARDWRIGHT_LLM_URL]")
+]
+LlmModelOption = Annotated[str, typer.Option("--llm-model", help="Its model's name. [default: SHARDWRIGHT_LLM_MODEL]")]
+LlmReplayOption = Annotated[
+    Path | None, typer.Option("--llm-replay", help="Play a run's llm.jsonl again in place of asking.")
+]
+CalibrationOption = Annotated[
+    Path | None, typer.Option("--calibration", help="Measured curves, from `shardwright calibrate`.")
+]
+LoadProfileOption = Annotated[
+    Path | None, typer.Option("--load-profile", help="A run whose expert loads place the experts.")
+]
+TimeBudgetOption = Annotated[
+    float | None, typer.Option("--time-budget", min=0.1, help="Seconds after which the search begins no trial.")
+]
+TimeLimitOption = Annotated[
+    list[str] | None,
+    typer.Option("--time-limit", metavar="NODE=SECONDS", help="Longest time of a node, such as structure=600."),
+]
+NoCacheOption = Annotated[
+    bool, typer.Option("--no-cache", help="Parse the checkpoint even if this machine has parsed it before.")
+]
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.")]
 ClusterOption = Annotated[
@@ -79,6 +121,14 @@ def json_text(value: Any) -> str:
 def note(text: str) -> None:
     """Write progress to stderr."""
     sys.stderr.write(text + "\n")
+
+
+def limits_of(words: list[str] | None) -> dict[str, float]:
+    """The time limits of ``--time-limit`` over the defaults."""
+    from shardwright.workflows.adapt import NODES
+    from shardwright.workflows.limits import parse_limits
+
+    return parse_limits(words or (), tuple(NODES))
 
 
 def facts(rows: list[tuple[str, str]]) -> str:

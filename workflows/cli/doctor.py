@@ -28,5 +28,5 @@ def doctor(output: PlainOutputOption = PlainOutput.text) -> None:
         return
     for finding in findings:
         mark = {"ok": "✓", "missing": "✗", "limited": "!"}[finding.status]
-        put(f"{mark} {finding.status:<8} {finding.name:<14} {finding.found}")
+        put(f"{mark} {finding.status:<8} {finding.name:<18} {finding.found}")
         put(f"{'':<26}{finding.effect}")

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import typer
 
-from shardwright.workflows.cli.common import CheckpointArgument, PlainOutput, PlainOutputOption, facts, put, put_json
+from shardwright.workflows.cli.common import (
+    CheckpointOrAddress,
+    OfflineOption,
+    PlainOutput,
+    PlainOutputOption,
+    facts,
+    put,
+    put_json,
+)
 
 
 def register(app: typer.Typer) -> None:
     app.command()(inspect)
 
 
-def inspect(checkpoint: CheckpointArgument, output: PlainOutputOption = PlainOutput.text) -> None:
+def inspect(
+    checkpoint: CheckpointOrAddress, offline: OfflineOption = False, output: PlainOutputOption = PlainOutput.text
+) -> None:
     """Show what is in a checkpoint: exact counts by component, layer kinds, packing. No weight is read.
 
     Beside a folder, ``hf://org/model@revision`` is read: its configuration and headers by range reads.
     """
-    from shardwright.checkpoints.hub import resolve_checkpoint
     from shardwright.checkpoints.profile import profile_checkpoint
+    from shardwright.workflows.prepare import checkpoint_folder
     from shardwright.workflows.report.blocks import Heading, Table
     from shardwright.workflows.report.markdown import render
     from shardwright.workflows.report.units import count, size
 
-    profile = profile_checkpoint(resolve_checkpoint(checkpoint))
+    profile = profile_checkpoint(checkpoint_folder(checkpoint, offline=offline))
     if output is PlainOutput.json:
         put_json(profile.model_dump(mode="json"))
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from shardwright.workflows.cli import (
     history,
     inspect,
     kernels,
+    measured,
     plan,
     policies,
     review,
@@ -65,7 +67,7 @@ def shardwright(
     """Options that stand before the verb."""
 
 
-for module in (inspect, plan, review, apply, adapt, runs, show, calibrate, adapters, doctor, watch):
+for module in (inspect, plan, review, apply, adapt, runs, show, calibrate, measured, adapters, doctor, watch):
     module.register(app)
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(kernels.app, name="kernels")
@@ -80,11 +82,36 @@ def main() -> None:
     try:
         app()
     except ShardwrightError as error:
-        sys.stderr.write(f"error: {error.text()}\n")
-        sys.exit(int(error.exit_code))
+        _end(f"error: {error.text()}", error.exit_code)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted; the same command goes on from here\n")
-        sys.exit(int(ExitCode.INTERRUPTED))
+        _end("interrupted; the same command goes on from here", ExitCode.INTERRUPTED)
+    except BrokenPipeError:  # whoever read stdout has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        _end(f"error: {system_error(error)}", ExitCode.ERROR)
+
+
+def _end(words: str, code: ExitCode) -> None:
+    """Say why and end, at once where a node's thread was left behind."""
+    sys.stderr.write(f"{words}\n")
+    limits = sys.modules.get("shardwright.workflows.limits")
+    if limits is not None and any(thread.is_alive() for thread in limits.LEFT_BEHIND):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(code))
+    sys.exit(int(code))
+
+
+def system_error(error: OSError) -> str:
+    """What the operating system refused, in the form of every other error."""
+    code = errno.errorcode.get(error.errno or 0, "unknown").lower()
+    where = error.filename if error.filename is not None else "this machine"
+    advice = {
+        errno.ENOSPC: "free some space there, then start the same command again",
+        errno.EACCES: "check its owner and permissions, or name another place",
+        errno.EROFS: "name a place that can be written",
+    }.get(error.errno or 0, "mend that, then start the same command again")
+    return f"[system/{code}] {error.strerror or error}\n  where: {where}\n  next:  {advice}"
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -93,11 +120,12 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _quiet_libraries() -> None:
-    """Nothing is fetched from a hub, and libraries' own warnings stay out of the progress.
+    """Nothing is fetched from a hub unless an address of it is named, and libraries' own warnings stay out.
 
     ``PYTHONWARNINGS`` and the hub's variables, where set, are left as they are.
     """
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if not any(word.startswith("hf:/") for word in sys.argv[1:]):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.warnoptions:
         for library in ("torch", "transformers", "peft"):

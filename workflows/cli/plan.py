@@ -7,14 +7,26 @@ from typing import Annotated
 
 import typer
 
+from shardwright.workflows.advice import Advice
 from shardwright.workflows.cli.common import (
     DEFAULT_TRIALS,
-    CheckpointArgument,
+    AdviceOption,
+    CalibrationOption,
+    CheckpointOrAddress,
     ClusterOption,
+    LlmModelOption,
+    LlmReplayOption,
+    LlmUrlOption,
+    LoadProfileOption,
+    NoCacheOption,
+    OfflineOption,
     PlainOutput,
     PlainOutputOption,
     RecipeOption,
+    TimeBudgetOption,
+    TimeLimitOption,
     TrialsOption,
+    limits_of,
     note,
     put,
 )
@@ -25,41 +37,51 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    checkpoint: CheckpointArgument,
+    checkpoint: CheckpointOrAddress,
     cluster: ClusterOption,
     recipe: RecipeOption,
     out: Annotated[Path, typer.Option("--out", "-o", help="Plan file to write.")] = Path("plan.json"),
     trials: TrialsOption = DEFAULT_TRIALS,
-    calibration: Annotated[
-        Path | None, typer.Option("--calibration", help="Measured curves, from `shardwright calibrate`.")
-    ] = None,
-    load_profile: Annotated[
-        Path | None, typer.Option("--load-profile", help="A run whose expert loads place the experts.")
-    ] = None,
+    calibration: CalibrationOption = None,
+    load_profile: LoadProfileOption = None,
     explore: Annotated[
         bool, typer.Option("--explore", help="Also consider what the runtime does not run; apply refuses such a plan.")
     ] = False,
-    time_budget: Annotated[
-        float | None, typer.Option("--time-budget", min=0.1, help="Seconds after which the study begins no trial.")
-    ] = None,
+    time_budget: TimeBudgetOption = None,
+    time_limit: TimeLimitOption = None,
+    llm: AdviceOption = Advice.off,
+    llm_url: LlmUrlOption = "",
+    llm_model: LlmModelOption = "",
+    llm_replay: LlmReplayOption = None,
+    offline: OfflineOption = False,
+    no_cache: NoCacheOption = False,
     output: PlainOutputOption = PlainOutput.text,
 ) -> None:
     """Make a plan: structure, fusions, strategy search. The same input gives the same bytes."""
     import tempfile
 
+    from shardwright.workflows.advising import keep_recording, llm_request
+    from shardwright.workflows.cache import default_cache
     from shardwright.workflows.cli.progress import Progress
     from shardwright.workflows.drive import drive
     from shardwright.workflows.prepare import fresh_request
     from shardwright.workflows.review.terminal import plan_text
-    from shardwright.workflows.search_options import SearchOptions, stages_with, with_calibration
+    from shardwright.workflows.search_options import search_request
 
-    options = SearchOptions.read(calibration, load_profile, explore, time_budget)
-    request = fresh_request("plan", checkpoint, cluster, recipe, trials)
+    limits = limits_of(time_limit)
+    asked, words = llm_request(llm, url=llm_url, model=llm_model, replay=llm_replay, offline=offline)
+    if words:
+        note(words)
+    search = search_request(calibration, load_profile, explore, time_budget)
+    request = fresh_request("plan", checkpoint, cluster, recipe, trials, search=search, offline=offline, llm=asked)
     with tempfile.TemporaryDirectory(prefix="shardwright-plan-") as folder:
-        outcome = drive(request, Path(folder), stages=stages_with(options), listener=Progress())
-    made = with_calibration(outcome.plan, options.calibration)
+        cache = None if no_cache else default_cache()
+        made = drive(request, Path(folder), listener=Progress(), limits=limits, cache=cache).plan
+        kept = keep_recording(Path(folder), out)
     made.save(out)
     note(f"wrote {out}")
+    if kept is not None:
+        note(f"wrote {kept}: --llm-replay plays it again")
     if output is PlainOutput.json:
         put(made.to_bytes().decode())
     elif output is PlainOutput.markdown:

@@ -8,7 +8,8 @@ import time
 from shardwright.workflows.events import Event
 
 MARKS = {"finished": "✓", "failed": "✗", "paused": "‖"}
-LONG = {"execute"}
+LONG = {"structure", "search", "execute"}
+"""Nodes whose start is told too; structure and search run beside each other."""
 
 
 class Progress:

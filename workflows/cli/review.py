@@ -30,6 +30,10 @@ def review(
         list[str] | None,
         typer.Option("--edit", metavar="AXIS=VALUE", help="Change an axis: makes a child plan; needs --reason."),
     ] = None,
+    answer: Annotated[
+        list[str] | None,
+        typer.Option("--answer", metavar="QUESTION=CHOICE", help="Answer an open question; needs --reason."),
+    ] = None,
     reason: Annotated[str, typer.Option("--reason", help="Why; kept in the plan or the approvals log.")] = "",
     actor: Annotated[str | None, typer.Option("--actor", help="Who decides. [default: your user name]")] = None,
     approvals: Annotated[
@@ -60,13 +64,11 @@ def review(
             "contradiction", "--approve and --reject-plan", where="options", next_action="give one of them"
         )
     session = ReviewSession.open(plan, actor=actor, log=approvals)
-    values = {}
-    for item in edit or ():
-        axis, separator, value = item.partition("=")
-        if not separator:
-            raise UsageError("bad-edit", f"{item!r} is not AXIS=VALUE", where="--edit", next_action="write mesh.ep=2")
-        values[axis] = value
-    acted = bool(values or reject or approve or reject_plan)
+    values = _pairs("--edit", "bad-edit", "AXIS=VALUE", "write mesh.ep=2", edit)
+    answers = _pairs("--answer", "bad-answer", "QUESTION=CHOICE", "write the question's id, =, and a choice", answer)
+    acted = bool(values or answers or reject or approve or reject_plan)
+    for question, choice in answers.items():
+        note(session.answer(question, choice, reason))
     for proposal in reject or ():
         note(session.reject(proposal, reason))
     if values:
@@ -85,6 +87,23 @@ def review(
     status, code = session.status()
     put(status)
     raise typer.Exit(int(code))
+
+
+def _pairs(option: str, code: str, form: str, advice: str, items: list[str] | None) -> dict[str, str]:
+    """``NAME=VALUE`` words of an option.
+
+    Raises:
+        UsageError: one of them has another form.
+    """
+    from shardwright.schemas.errors import UsageError
+
+    found = {}
+    for item in items or ():
+        name, separator, value = item.partition("=")
+        if not separator:
+            raise UsageError(code, f"{item!r} is not {form}", where=option, next_action=advice)
+        found[name] = value
+    return found
 
 
 def _serve(session: ReviewSession, policy: Path | None, port: int, *, browser: bool) -> None:

@@ -15,7 +15,9 @@ from shardwright.workflows.cli.common import (
     PlainOutputOption,
     PolicyOption,
     RunArgument,
+    TimeLimitOption,
     facts,
+    limits_of,
     note,
     put,
     put_json,
@@ -57,10 +59,18 @@ def logs(
     run_dir: RunArgument,
     workers: Annotated[bool, typer.Option("--workers", help="The workers' own logs in place of the events.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="At most so many last lines a file.")] = 200,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with every new line until the run lets go, or Ctrl-C.")
+    ] = False,
 ) -> None:
-    """Print a run's events, or its workers' logs."""
+    """Print a run's events and training steps, or its workers' logs."""
+    from shardwright.workflows.following import follow as follow_lines
     from shardwright.workflows.watching import event_lines, worker_logs
 
+    if follow:
+        for line in follow_lines(run_dir, lines, workers=workers):
+            put(line)
+        return
     if not workers:
         for line in event_lines(run_dir)[-lines:]:
             put(line)
@@ -74,6 +84,7 @@ def resume(
     run_dir: RunArgument,
     headless: HeadlessOption = False,
     policy: PolicyOption = None,
+    time_limit: TimeLimitOption = None,
     output: OutputOption = Output.text,
 ) -> None:
     """Go on with a run that was interrupted, killed, or paused for review."""
@@ -83,6 +94,7 @@ def resume(
     from shardwright.workflows.prepare import recorded_start
     from shardwright.workflows.request import load_request
 
+    limits = limits_of(time_limit)
     rules, reviewer = deciders(headless, policy)
     request = load_request(run_dir)
     if request.goal == "plan":
@@ -90,9 +102,8 @@ def resume(
             "not-a-run", "this folder only made a plan", where=str(run_dir), next_action="use `shardwright apply`"
         )
     with finishing(run_dir, output) as listener:
-        drive(
-            request, run_dir, listener=listener, policy=rules, reviewer=reviewer, start=recorded_start(run_dir, request)
-        )
+        start = recorded_start(run_dir, request)
+        drive(request, run_dir, listener=listener, policy=rules, reviewer=reviewer, start=start, limits=limits)
 
 
 def cancel(

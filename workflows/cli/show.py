@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from shardwright.workflows.cli.common import PlainOutput, PlainOutputOption, PlanArgument, facts, put, put_json
+from shardwright.workflows.cli.common import (
+    PlainOutput,
+    PlainOutputOption,
+    PlanArgument,
+    Words,
+    facts,
+    put,
+    put_json,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -90,14 +98,18 @@ def _schema(name: str) -> str:
 def explain(
     plan: PlanArgument,
     subject: Annotated[
-        str | None, typer.Argument(metavar="[SUBJECT]", help="A proposal's id, memory, time, or strategy.")
+        str | None, typer.Argument(metavar="[SUBJECT]", help="A proposal's id, fusions, memory, time, or strategy.")
     ] = None,
+    output: Annotated[Words, typer.Option("--output", help="Form of the result on stdout.")] = Words.text,
 ) -> None:
     """Say why the plan is what it is: the whole of it, or one subject."""
     from shardwright.schemas.plan import load_plan
     from shardwright.workflows.explaining import explanation
+    from shardwright.workflows.report.markdown import render
+    from shardwright.workflows.review.terminal import document_text
 
-    put(explanation(load_plan(plan), subject))
+    document = explanation(load_plan(plan), subject)
+    put(render(document) if output is Words.markdown else document_text(document, folded=True))
 
 
 def diff(

@@ -43,13 +43,14 @@ def watch(
     import time
 
     from shardwright.schemas.errors import UsageError
+    from shardwright.workflows.cache import default_cache
     from shardwright.workflows.policy import load_policy
     from shardwright.workflows.stages import Stages
     from shardwright.workflows.watch import Seen, Watch, kernel_hashes, pass_over, worst
 
     if not folder.is_dir():
         raise UsageError("no-folder", "no such folder", where=str(folder), next_action="name a folder of checkpoints")
-    work = Watch(folder, out, cluster, recipe, load_policy(policy), trials, Stages(), kernel_hashes)
+    work = Watch(folder, out, cluster, recipe, load_policy(policy), trials, Stages(), kernel_hashes, default_cache())
 
     def tell(seen: Seen) -> None:
         mark = {"failed": "✗", "denied": "✗", "waiting": "‖"}.get(seen.status, "✓")

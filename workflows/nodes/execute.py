@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardwright.schemas.errors import ExitCode
 from shardwright.workflows.context import AdaptState, Context, Output
+from shardwright.workflows.prepare import demand_weights
 from shardwright.workflows.runs import failed_launch, read_run
 
 NODE = "execute"
@@ -13,6 +14,7 @@ def run(context: Context, state: AdaptState) -> Output:
     """Train, unless the run folder already holds this plan's finished training.
 
     Raises:
+        CheckpointError: ``headers-only``: the plan was made from headers alone.
         StalePlanError: the world is not the one planned for; the field is named.
         CheckFailed, RunError: as the workers report.
         KeyboardInterrupt: the launcher was interrupted and has ended its workers.
@@ -22,6 +24,7 @@ def run(context: Context, state: AdaptState) -> Output:
     def compute() -> Output:
         record = read_run(context.run_dir, plan)
         if record is None or record.status not in ("trained", "exported"):
+            demand_weights(context.checkpoint)
             context.stages.verify(plan, context.checkpoint, context.data_root)
             if context.plan_file.read_bytes() != plan.to_bytes():
                 plan.save(context.plan_file)  # an edit after the approval is not what runs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shardwright.schemas.advice import LlmAdvice
+from shardwright.schemas.canonical import sha256_of
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.fusion import FusionProposal
 from shardwright.schemas.graph import OpGraph
@@ -12,9 +14,10 @@ from shardwright.workflows.context import AdaptState, Context, Output
 from shardwright.workflows.environment import tool_versions, worker_environment
 from shardwright.workflows.nodes.search import SearchArtifact
 from shardwright.workflows.planning import Inputs, assemble, join
+from shardwright.workflows.search_options import options_of, with_calibration
 
 NODE = "join"
-INPUTS = {"profile", "recipe", "cluster", "targets", "data", "graph", "proposals", "search"}
+INPUTS = {"profile", "recipe", "cluster", "targets", "data", "graph", "proposals", "search", "advice"}
 
 
 def run(context: Context, state: AdaptState) -> Output:
@@ -40,11 +43,12 @@ def run(context: Context, state: AdaptState) -> Output:
         )
         proposals = store.get(state["proposals"], tuple[FusionProposal, ...])
         joined = join(stages, profile, inputs.recipe, cluster, inputs.targets, proposals, found.best)
-        return {
-            "plan": context.keep_plan(assemble(inputs, joined, found.alternatives, found.record, found.explanation))
-        }
+        advice = store.get(state["advice"], LlmAdvice).record if "advice" in state else None
+        plan = assemble(inputs, joined, found.alternatives, found.record, found.explanation, advice)
+        return {"plan": context.keep_plan(with_calibration(plan, options_of(context.request.search).calibration))}
 
     keys = {name: value for name, value in sorted(state.items()) if name in INPUTS and isinstance(value, str)}
+    keys |= {} if context.request.search is None else {"options": sha256_of(context.request.search)}
     outputs = context.once(NODE, {**keys, **tool_versions(), **worker_environment(cluster)}, compute)
     # A review may already have put a child plan here: only the first join writes.
     if not context.plan_file.exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwright.schemas.advice import LlmAdvice
 from shardwright.schemas.fusion import FusionProposal
 from shardwright.schemas.graph import OpGraph
 from shardwright.workflows.context import AdaptState, Context, Output
@@ -16,11 +17,15 @@ def run(context: Context, state: AdaptState) -> Output:
 
     def compute() -> Output:
         found = store.get(state["captured"], tuple[FusionProposal, ...])
+        if "advice" in state:
+            found = (*found, *store.get(state["advice"], LlmAdvice).proposals)
         graph = store.get(state["graph"], OpGraph)
         gated = sorted((gate(with_subgraph(proposal, graph)) for proposal in found), key=order)
         return {"proposals": store.put(tuple(gated))}
 
-    return context.once(NODE, {"captured": state["captured"], "graph": state["graph"]}, compute)
+    keys = {"captured": state["captured"], "graph": state["graph"]}
+    keys |= {"advice": state["advice"]} if "advice" in state else {}
+    return context.once(NODE, keys, compute)
 
 
 def gate(proposal: FusionProposal) -> FusionProposal:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pydantic import TypeAdapter
 
+from shardwright.schemas.advice import LlmAdvice
 from shardwright.schemas.base import Model
+from shardwright.schemas.canonical import sha256_of
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.lora import LoraTarget
 from shardwright.schemas.plan import Alternative, SearchRecord
 from shardwright.schemas.profile import CheckpointProfile
 from shardwright.schemas.strategy import ParallelStrategy
+from shardwright.workflows.artifacts import ArtifactStore
 from shardwright.workflows.context import AdaptState, Context, Output
 from shardwright.workflows.environment import tool_versions
 
@@ -45,6 +48,7 @@ def run(context: Context, state: AdaptState) -> Output:
             store.get(state["targets"], tuple[LoraTarget, ...]),
             request.trials,
             journal,
+            **advised(store, state),
         )
         explanation = TypeAdapter(tuple[str, ...]).validate_python(as_lines(result.explanation))
         artifact = SearchArtifact(
@@ -53,7 +57,15 @@ def run(context: Context, state: AdaptState) -> Output:
         return {"search": store.put(artifact)}
 
     keys = {name: state[name] for name in ("profile", "cluster", "recipe", "targets")}
+    keys |= {} if request.search is None else {"options": sha256_of(request.search)}
+    keys |= {"advice": state["advice"]} if "advice" in state else {}
     return context.once(NODE, {**keys, "trials": str(request.trials), "optuna": tool_versions()["optuna"]}, compute)
+
+
+def advised(store: ArtifactStore, state: AdaptState) -> dict[str, tuple[ParallelStrategy, ...]]:
+    """Plans that a language model enqueued; nothing where none was asked."""
+    starts = store.get(state["advice"], LlmAdvice).starts if "advice" in state else ()
+    return {"advised": starts} if starts else {}
 
 
 def as_lines(explanation: str | tuple[str, ...]) -> tuple[str, ...]:

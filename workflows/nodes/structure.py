@@ -23,6 +23,6 @@ def run(context: Context, state: AdaptState) -> Output:
         )
         return {"graph": store.put(result.graph), "captured": store.put(result.proposals)}
 
-    versions = tool_versions()
+    versions = {name: tool_versions()[name] for name in ("torch", "transformers")}
     keys = {name: state[name] for name in ("profile", "cluster", "recipe")}
-    return context.once(NODE, {**keys, "torch": versions["torch"], "transformers": versions["transformers"]}, compute)
+    return context.once_here(NODE, {**keys, **versions}, compute)

@@ -15,6 +15,7 @@ def plan_document(plan: AdaptationPlan) -> Document:
         *fusion_section(plan),
         *cost_section(plan),
         *alternatives_section(plan),
+        *advice_section(plan),
         *pins_section(plan),
     )
 
@@ -23,6 +24,10 @@ def plan_summary(plan: AdaptationPlan) -> Document:
     decision, evidence = plan.decision, plan.evidence
     blocks: list[Block] = [Heading("Plan"), Table(("", ""), (*_what(plan), *_why(plan)))]
     blocks += [Text(line) for line in evidence.explanation]
+    if decision.questions:
+        asked = tuple((q.id, q.text, ", ".join(q.choices), q.answer or "open") for q in decision.questions)
+        blocks.append(Text("What rules could not decide:"))
+        blocks.append(Table(("question", "", "choices", "answer"), asked))
     if decision.parent_hash is not None:
         edits = tuple((edit.field, str(edit.old), str(edit.new), edit.reason, edit.actor) for edit in decision.edits)
         blocks.append(Text(f"A child of plan `{short(decision.parent_hash)}`, edited by a reviewer:"))
@@ -180,6 +185,20 @@ def alternatives_section(plan: AdaptationPlan) -> Document:
     )
     headers = ("strategy", "step", "memory", "budget", "on the front", "lost because")
     return (Heading("Alternatives"), Table(headers, rows, numeric=(1, 2), prose=5))
+
+
+def advice_section(plan: AdaptationPlan) -> Document:
+    """What a language model suggested, and what the gates made of it; nothing where none was asked."""
+    record = plan.evidence.provenance.llm_record
+    if record is None:
+        return ()
+    rows = tuple(
+        (one.kind, one.subject, "accepted" if one.accepted else "refused", one.because, one.words)
+        for one in record.suggestions
+    )
+    words = f"{record.model} was asked ({record.mode}): {record.said}. Rules decided; its own words stand last."
+    table = (Table(("suggestion", "about", "gate", "because", "its words"), rows, prose=4),) if rows else ()
+    return (Heading("Language model"), Text(words), *table)
 
 
 def pins_section(plan: AdaptationPlan) -> Document:

@@ -26,6 +26,7 @@ def run_document(plan: AdaptationPlan, record: RunRecord, approval: Approval | N
         *measured_section(plan, record),
         *loss_section(record),
         *check_section(record),
+        *preflight_section(record),
         *adapter_section(plan, record),
         *approval_section(approval),
         *plan_document(plan),
@@ -162,6 +163,16 @@ def check_section(record: RunRecord) -> Document:
         for c in record.checks
     )
     return (Heading("Checks"), Table(("after", "check", "result", "scope", "evidence"), rows, prose=4))
+
+
+def preflight_section(record: RunRecord) -> Document:
+    """What the machines were like before the run; nothing where no preflight was asked for."""
+    if not record.preflight:
+        return ()
+    rows = tuple(
+        (one.name, "✓ passed" if one.passed else "✗ failed", one.where, one.evidence) for one in record.preflight
+    )
+    return (Heading("Preflight"), Table(("test", "result", "where", "evidence"), rows, prose=3))
 
 
 def adapter_section(plan: AdaptationPlan, record: RunRecord) -> Document:

@@ -10,7 +10,14 @@ from typing import Any
 from urllib.parse import quote
 
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from fastapi.responses import (
+    FileResponse,
+    HTMLResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.concurrency import run_in_threadpool
 
@@ -20,8 +27,9 @@ from shardwright.schemas.policy import Policy
 from shardwright.workflows.report.units import count, duration, size
 from shardwright.workflows.review.figures import region
 from shardwright.workflows.review.guard import HEADERS, LARGEST_FORM_BYTES, Guard
+from shardwright.workflows.review.live import news, run_of
 from shardwright.workflows.review.session import ReviewSession
-from shardwright.workflows.review.trial import Trial, as_text, attempt, changed
+from shardwright.workflows.review.trial import Trial, as_text, attempt, changed, choices, is_list
 from shardwright.workflows.review.views import Page, cards_of, page_of
 
 HERE = Path(__file__).parent
@@ -38,6 +46,7 @@ class ReviewServer:
         self.turn = threading.Lock()
         self.ready = threading.Event()
         self.ready.set()
+        self.stopping: Callable[[], bool] = lambda: False
         self.templates = Environment(
             loader=FileSystemLoader(HERE / "templates"),
             autoescape=True,
@@ -45,6 +54,7 @@ class ReviewServer:
             trim_blocks=True,
             lstrip_blocks=True,
         )
+        self.templates.globals.update(choices=choices, is_list=is_list)
         self.templates.filters.update(size=size, duration=duration, count=count, as_text=as_text)
 
     def render(self, name: str, **values: Any) -> str:
@@ -57,6 +67,14 @@ class ReviewServer:
             self.session.plan = current
             notice = notice or "Another reviewer changed the plan; this is how it stands now."
         return page_of(self.session, self.policy, self.policy_name, date.today().isoformat(), trial, notice)
+
+    def look(self) -> dict[str, str]:
+        """Event → data for pages that are open."""
+        try:
+            plan = load_plan(self.session.file).hashes.decision
+        except ShardwrightError as error:
+            plan = error.code
+        return {"plan": plan, "run": self.render("run.html", run=run_of(self.session.file))}
 
     def trial(self, values: dict[str, str]) -> Trial:
         return attempt(self.session.stages, self.session.plan, values, self.policy, date.today().isoformat())
@@ -88,6 +106,19 @@ class ReviewServer:
             )
         return proposals[int(index)].id
 
+    def question_id(self, index: str) -> str:
+        """The id of a question by its place.
+
+        Raises:
+            UsageError: ``unknown-question``.
+        """
+        questions = self.session.plan.decision.questions
+        if not index.isascii() or not index.isdigit() or int(index) >= len(questions):
+            raise UsageError(
+                "unknown-question", f"no question {index!r}", where="review page", next_action="load the page again"
+            )
+        return questions[int(index)].id
+
     def act(self, verb: str, form: dict[str, str]) -> str:
         """Do what a form asks for; returns what to say about it."""
         session, reason = self.session, form.get("reason", "")
@@ -106,6 +137,8 @@ class ReviewServer:
             return session.reject(self.proposal_id(form.get("proposal", "")), reason)
         if verb == "choose":
             return session.choose(self.proposal_id(form.get("proposal", "")), form.get("variant", ""), reason)
+        if verb == "answer":
+            return session.answer(self.question_id(form.get("question", "")), form.get("answer", ""), reason)
         if verb == "edit":
             return session.edit(changed(session.plan, form), reason)
         if verb == "approve":
@@ -147,6 +180,13 @@ def build_app(server: ReviewServer) -> FastAPI:
                 return HTMLResponse(server.render("review.html", page=server.page()))
             except ShardwrightError as error:
                 return HTMLResponse(server.render("broken.html", error=error), status_code=409)
+
+    @app.get("/events")
+    async def events(request: Request) -> Response:
+        async def over() -> bool:
+            return server.stopping() or await request.is_disconnected()
+
+        return StreamingResponse(news(server.session.file, server.look, over), media_type="text/event-stream")
 
     @app.get("/card/{index}")
     def card(index: str) -> Response:

@@ -42,7 +42,9 @@ def serve(
         build_app(server), log_level="warning", access_log=False, server_header=False, lifespan="off"
     )
     announce(f"http://127.0.0.1:{guard.port}/open?token={guard.token}")
-    uvicorn.Server(config).run(sockets=[listener])
+    host = uvicorn.Server(config)
+    server.stopping = lambda: host.should_exit
+    host.run(sockets=[listener])
 
 
 def _warm(server: ReviewServer) -> None:

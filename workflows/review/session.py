@@ -12,9 +12,11 @@ from shardwright.schemas.approval import Approval, open_questions, read_log
 from shardwright.schemas.errors import ApprovalError, ExitCode, UsageError
 from shardwright.schemas.plan import AdaptationPlan, load_plan
 from shardwright.workflows.approvals import latest_verdict, log_beside, person, record_verdict
-from shardwright.workflows.edits import choose_variant, edit_axes, reject_proposal
+from shardwright.workflows.edits import answer_question, choose_variant, edit_axes, reject_proposal
 from shardwright.workflows.report.units import change, duration, size
+from shardwright.workflows.request import load_request, request_path
 from shardwright.workflows.review.decisions import DecisionTable
+from shardwright.workflows.search_options import stages_for
 from shardwright.workflows.stages import Stages
 
 
@@ -45,7 +47,7 @@ class ReviewSession:
         Raises:
             PlanError: the file is missing or was edited by hand.
         """
-        return cls(file, load_plan(file), log or log_beside(file), actor or person(), stages or Stages())
+        return cls(file, load_plan(file), log or log_beside(file), actor or person(), stages or _stages_beside(file))
 
     def edit(self, values: dict[str, str], reason: str) -> str:
         """Change axes; returns what that did to the cost, in words."""
@@ -64,6 +66,12 @@ class ReviewSession:
         """Turn down one fusion; returns what that did to the cost, in words."""
         with self._alone():
             return self._replace(reject_proposal(self.stages, self.plan, proposal_id, reason=reason, actor=self.actor))
+
+    def answer(self, question_id: str, answer: str, reason: str) -> str:
+        """Answer what rules could not decide; returns what was answered, in words."""
+        with self._alone():
+            self._replace(answer_question(self.plan, question_id, answer, reason=reason, actor=self.actor))
+            return f"Answered {question_id}: {answer}."
 
     def accept(self, proposal_ids: tuple[str, ...]) -> None:
         """Accept fusions as they stand.
@@ -197,6 +205,12 @@ class ReviewSession:
     def verdicts(self) -> tuple[Approval, ...]:
         """The whole approvals log, verified."""
         return read_log(self.log) if self.log.exists() else ()
+
+
+def _stages_beside(file: Path) -> Stages:
+    """The work that the plan's run asked for, so that an edit is priced as the plan was; the usual one elsewhere."""
+    beside = file.resolve().parent
+    return stages_for(load_request(beside)) if request_path(beside).is_file() else Stages()
 
 
 def plan_copy(file: Path, plan: AdaptationPlan) -> Path:

@@ -20,8 +20,8 @@ from shardwright.workflows.report.plan_content import alternatives_section, cost
 from shardwright.workflows.review.session import ReviewSession
 
 HELP = (
-    "approve [REASON] · reject PROPOSAL REASON · edit AXIS=VALUE REASON · explain SUBJECT · "
-    "show · reject-plan REASON · quit"
+    "approve [REASON] · reject PROPOSAL REASON · edit AXIS=VALUE REASON · answer QUESTION=CHOICE REASON · "
+    "explain SUBJECT · show · reject-plan REASON · quit"
 )
 
 
@@ -32,13 +32,13 @@ def plan_text(plan: AdaptationPlan, width: int | None = None) -> str:
     )
 
 
-def document_text(document: Document, width: int | None = None) -> str:
-    """Render blocks as text; folded tables are left out, `shardwright explain` shows them."""
+def document_text(document: Document, width: int | None = None, *, folded: bool = False) -> str:
+    """Render blocks as text; folded tables only where asked for, as `shardwright explain` does."""
     buffer = io.StringIO()
     columns = width or _columns()
     console = Console(file=buffer, width=columns, no_color=True, highlight=False, markup=False)
     for block in document:
-        _print(console, block)
+        _print(console, block, folded)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()).strip("\n") + "\n"
 
 
@@ -47,7 +47,7 @@ def _columns() -> int:
     return max(84, min(shutil.get_terminal_size().columns, 160)) if sys.stdout.isatty() else 120
 
 
-def _print(console: Console, block: Block) -> None:
+def _print(console: Console, block: Block, folded: bool) -> None:
     if isinstance(block, Heading):
         console.print(f"\n{block.text.upper() if block.level <= 2 else block.text}")
     elif isinstance(block, Text):
@@ -55,7 +55,7 @@ def _print(console: Console, block: Block) -> None:
     elif isinstance(block, Tiles):
         for tile in block.tiles:
             console.print(f"{tile.label}: {tile.value} {tile.note}")
-    elif isinstance(block, Table) and block.rows and not block.folded:
+    elif isinstance(block, Table) and block.rows and (folded or not block.folded):
         _print_table(console, block)
     elif isinstance(block, Code):
         console.print(block.text)
@@ -136,10 +136,13 @@ def _obey(session: ReviewSession, words: list[str], show: Callable[[str], None])
     elif verb == "edit" and rest and "=" in rest[0]:
         values = dict(item.split("=", 1) for item in rest[0].split(",") if "=" in item)
         show(session.edit(values, rest[1] if len(rest) > 1 else ""))
+    elif verb == "answer" and rest and "=" in rest[0]:
+        question, _, choice = rest[0].partition("=")
+        show(session.answer(question, choice, rest[1] if len(rest) > 1 else ""))
     elif verb == "explain" and rest:
         from shardwright.workflows.explaining import explanation
 
-        show(explanation(session.plan, rest[0]))
+        show(document_text(explanation(session.plan, rest[0]), folded=True))
     else:
         show(HELP)
     return False

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args, get_origin
 
 from shardwright.schemas.errors import ShardwrightError
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.policy import Policy, PolicyFinding
-from shardwright.schemas.strategy import ParallelStrategy
+from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.workflows.edits import completed, edit_axes, flat
 from shardwright.workflows.policy import evaluate
 from shardwright.workflows.report.units import change, duration, size
 from shardwright.workflows.stages import Stages
 
 AXES = (
-    "mesh.replicate",
-    "mesh.shard",
-    "mesh.ep",
-    "mesh.tp",
-    "mesh.cp",
-    "mesh.pp",
-    "micro_batch_sequences",
-    "accumulation_steps",
-    "checkpointing",
-    "reshard_after_forward",
-    "prefetch_depth",
-    "expert_padding_tokens",
-    "overlap",
-    "offload",
-    "expert_placement",
+    *(f"mesh.{name}" for name in Mesh.model_fields),
+    *(name for name in ParallelStrategy.model_fields if name != "mesh"),
 )
+"""Every axis of a strategy, as forms name them."""
+
+
+def choices(axis: str) -> tuple[str, ...]:
+    """The values of an axis that has few; empty where any number may be tried."""
+    field = ParallelStrategy.model_fields.get(axis)
+    if field is None:
+        return ()
+    if field.annotation is bool:
+        return ("true", "false")
+    return tuple(map(str, get_args(field.annotation))) if get_origin(field.annotation) is Literal else ()
+
+
+def is_list(axis: str) -> bool:
+    """Whether an axis takes several numbers, written with commas."""
+    field = ParallelStrategy.model_fields.get(axis)
+    return field is not None and get_origin(field.annotation) is tuple
+
 
 SAME = 0.0005
 """Relative change below which two figures read alike."""
@@ -70,6 +76,8 @@ def current(plan: AdaptationPlan) -> dict[str, str]:
 
 
 def as_text(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

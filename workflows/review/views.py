@@ -15,8 +15,10 @@ from shardwright.workflows.review.figures.front import Point, pareto_front
 from shardwright.workflows.review.figures.memory import moments, waterfall
 from shardwright.workflows.review.figures.mesh import mesh_grid
 from shardwright.workflows.review.figures.timebar import step_bar
+from shardwright.workflows.review.live import run_of
 from shardwright.workflows.review.session import ReviewSession
 from shardwright.workflows.review.trial import Row, Trial, cost_rows, current
+from shardwright.workflows.watching import RunStatus
 
 INLINE_NODES = 600
 """Nodes of all subgraphs together up to which cards come whole; above, each card's body is fetched when opened."""
@@ -126,6 +128,12 @@ class Page:
     parent_cost: tuple[Row, ...]
     trial: Trial | None = None
     notice: str = ""
+    run: RunStatus | str | None = None
+    """Of the folder that the plan stands in."""
+
+    @property
+    def open_questions(self) -> int:
+        return sum(question.answer is None for question in self.plan.decision.questions)
 
     @property
     def to_decide(self) -> tuple[Card, ...]:
@@ -151,9 +159,8 @@ class Page:
         waiting = len(self.to_decide) - self.decided
         if waiting:
             return f"{waiting} fusion{'s wait' if waiting > 1 else ' waits'} for a decision."
-        questions = sum(question.answer is None for question in self.plan.decision.questions)
-        if questions:
-            return f"{questions} question{'s are' if questions > 1 else ' is'} open."
+        if self.open_questions:
+            return f"{self.open_questions} question{'s are' if self.open_questions > 1 else ' is'} open."
         return ""
 
     @property
@@ -255,6 +262,7 @@ def page_of(
         parent_cost=cost_rows(parent, plan) if parent is not None else (),
         trial=trial,
         notice=notice,
+        run=run_of(session.file),
     )
 
 

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 from shardwright.agents.structure.patterns.add_rms_norm import AddRmsNorm
 from shardwright.agents.structure.patterns.base import Match, Pattern
+from shardwright.agents.structure.patterns.delta_rule import DeltaRule
 from shardwright.agents.structure.patterns.experts import Experts
 from shardwright.agents.structure.patterns.gated_rms_norm import GatedRmsNorm
+from shardwright.agents.structure.patterns.latent_norm import LatentNorm
 from shardwright.agents.structure.patterns.linear_cross_entropy import LinearCrossEntropy
+from shardwright.agents.structure.patterns.qk_norm_rope import QkNormRope
 from shardwright.agents.structure.patterns.rms_norm import RmsNorm
 from shardwright.agents.structure.patterns.rope import Rope
+from shardwright.agents.structure.patterns.router import Router
 from shardwright.agents.structure.patterns.swiglu import SwiGlu
 
-PATTERNS: tuple[Pattern, ...] = (RmsNorm(), AddRmsNorm(), SwiGlu(), Experts(), LinearCrossEntropy())
+PATTERNS: tuple[Pattern, ...] = (
+    RmsNorm(),
+    AddRmsNorm(),
+    SwiGlu(),
+    Experts(),
+    Router(),
+    LinearCrossEntropy(),
+    QkNormRope(),
+    GatedRmsNorm(),
+    LatentNorm(),
+    DeltaRule(),
+)
 """Proposed, in the order in which proposals are shown."""
 
-REGIONS: tuple[Pattern, ...] = (GatedRmsNorm(), Rope())
+REGIONS: tuple[Pattern, ...] = (Rope(),)
 """Recognised and certified, not proposed: no provider but eager is described for them."""
 
 __all__ = ["PATTERNS", "REGIONS", "Match", "Pattern"]

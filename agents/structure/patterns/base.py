@@ -15,10 +15,11 @@ import torch
 from shardwright.agents.structure.canonical import CanonicalGraph
 from shardwright.agents.structure.capture import CapturedGraph
 from shardwright.agents.structure.differential import float_cases
-from shardwright.agents.structure.interpret import Sizes
+from shardwright.agents.structure.interpret import Sizes, choose_sizes
 from shardwright.agents.structure.region import Region, extract
 from shardwright.schemas.fusion import VariantPredicate
 from shardwright.schemas.graph import OpNode
+from shardwright.schemas.recipe import LoraSpec
 
 Tensors = dict[str, torch.Tensor]
 
@@ -93,6 +94,8 @@ class Pattern(ABC):
     """How parameters change their layout, in words; empty where they do not."""
     contiguous: ClassVar[tuple[str, ...]] = ()
     """Roles whose innermost dimension must be dense."""
+    reads_views: ClassVar[bool] = False
+    """Whether inputs may be pieces of one tensor: nothing in the region or its operators writes to them."""
     strided: ClassVar[tuple[str, ...]] = ()
     """Roles that the differential test also passes non-contiguous."""
     trainable: ClassVar[tuple[str, ...]] = ()
@@ -131,6 +134,14 @@ class Pattern(ABC):
         shapes = {role: sizes.shape(match.region.spec(role).shape) for role in match.region.inputs}
         return float_cases(shapes, seed=7, strided=self.strided)
 
+    def sizes(self, match: Match) -> Sizes:
+        """Sizes of the differential test; the captured size where a small one would be another computation."""
+        return choose_sizes(match.region)
+
+    def comparable(self, results: Tensors, match: Match) -> Tensors:
+        """The region's results in the form that the oracle gives: without what is free, such as the order of a set."""
+        return results
+
     def gradients(self, match: Match) -> tuple[str, ...]:
         """Roles whose gradients are compared for one match."""
         return self.trainable
@@ -158,6 +169,10 @@ class Pattern(ABC):
     def refuses(self, match: Match, spec: VariantSpec) -> str:
         """Why a variant cannot stand in for one match although the match is legal; empty where it can."""
         return ""
+
+    def refuses_adapter(self, spec: VariantSpec, lora: LoraSpec) -> str:
+        """Why a variant cannot hold the recipe's adapters inside its region; empty where it can."""
+        return "a LoRA target lies inside the region" if spec.predicate.lora_inside is False else ""
 
     def bind(
         self,

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from shardwright.agents.structure.canonical import CanonicalGraph
 from shardwright.agents.structure.capture import EXPERT_VALUES, EXPERTS_SUFFIX, CapturedGraph
 from shardwright.agents.structure.differential import TOLERANCE, compare, float_cases
-from shardwright.agents.structure.interpret import Sizes, choose_sizes
+from shardwright.agents.structure.interpret import KeepFp64, Sizes, choose_sizes
 from shardwright.agents.structure.patterns.base import Match, Pattern, Tensors, VariantSpec, View
 from shardwright.agents.structure.patterns.gates import GATES, find_gates
 from shardwright.kernels.grouped_lora_mlp.contract import Activation, Layout
@@ -200,7 +199,7 @@ class Experts(Pattern):
 
         def loop(values: Tensors) -> Tensors:
             given = {name: values[name] for name in stacks}
-            with _eager(module), _KeepFp64(), _narrow(module, values[DOWN], match.constants["transposed"]):
+            with _eager(module), KeepFp64(), _narrow(module, values[DOWN], match.constants["transposed"]):
                 return {"y": torch.func.functional_call(module, given, tuple(values[v] for v in VALUES))}
 
         del cases["one-expert-twice"]
@@ -312,22 +311,6 @@ def _kept_experts(case: Tensors, experts: int, stacks: tuple[str, ...]) -> Tenso
         name: torch.cat([v] * (experts // v.shape[0] + 1))[:experts].contiguous() if name in stacks else v
         for name, v in case.items()
     }
-
-
-class _KeepFp64(TorchFunctionMode):
-    """While open, a class's own widening to fp32 leaves fp64 as it is: compared is the function, not its rounding."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.float and args[0].dtype == torch.float64:
-            return args[0]
-        if func is torch.Tensor.to and args[0].dtype == torch.float64:
-            wanted = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype)]
-            if wanted and wanted[0].is_floating_point:
-                return args[0]
-        if kwargs.get("dtype") in (torch.float32, torch.bfloat16):
-            kwargs = {**kwargs, "dtype": torch.float64}
-        return func(*args, **kwargs)
 
 
 class _narrow:

@@ -6,6 +6,7 @@ The gate's activation is the constant ``act``: ``silu`` or ``sigmoid``. Legend: 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from torch.nn import functional as F
 from shardwright.agents.structure.canonical import CanonicalGraph
 from shardwright.agents.structure.capture import CapturedGraph
 from shardwright.agents.structure.patterns.base import Match, Pattern, Tensors, VariantSpec, View, below
-from shardwright.agents.structure.patterns.rms_norm import normalised
+from shardwright.agents.structure.patterns.rms_norm import normalised, rows_per_token, sole_content
 from shardwright.schemas.fusion import VariantPredicate
 from shardwright.schemas.graph import OpNode
 
 ACTIVATIONS = ("silu", "sigmoid")
+NO_PLACE = "this runtime has no place for the operator in a gated norm's forward"
 
 
 class GatedRmsNorm(Pattern):
@@ -30,7 +32,6 @@ class GatedRmsNorm(Pattern):
     contiguous = ("weight",)
     strided = ("x", "gate")
     trainable = ("x", "weight", "gate")
-    costed = False
 
     def find(self, captured: CapturedGraph, graph: CanonicalGraph) -> tuple[Match, ...]:
         view = View(graph)
@@ -90,7 +91,33 @@ class GatedRmsNorm(Pattern):
 
     def variants(self) -> tuple[VariantSpec, ...]:
         anywhere = VariantPredicate(tp_max=1, device_types=("cuda", "cpu"))
-        return (VariantSpec("eager", "eager", "-", anywhere),)
+        kernel = VariantPredicate(tp_max=1, lora_inside=False, device_types=("cuda",))
+        return (
+            VariantSpec("kernel", "shardwright", "gated_rms_norm", kernel, not_installable=NO_PLACE),
+            VariantSpec("compile", "compile", "-", anywhere),
+            VariantSpec("eager", "eager", "-", anywhere),
+        )
+
+    def refuses(self, match: Match, spec: VariantSpec) -> str:
+        """A module's whole forward is exchanged: it must do nothing else and take the two values by these places."""
+        return "" if spec.provider == "eager" else sole_content(match)
+
+    def kernel_reference(self, match: Match) -> Callable[[Tensors], Tensors] | None:
+        from shardwright.kernels.gated_rms_norm.reference import gated_rms_norm_reference
+
+        def run(values: Tensors) -> Tensors:
+            x, gate, weight = (values[role] for role in ("x", "gate", "weight"))
+            return {"y": gated_rms_norm_reference(x, gate, weight, match.constants["eps"], match.constants["act"])}
+
+        return run
+
+    def check_kernel(self, match: Match, op: str, dtype: torch.dtype) -> bool:
+        from shardwright.kernels.gated_rms_norm import contract
+
+        shapes = (match.region.spec(role).shape for role in ("x", "gate", "weight"))
+        x, gate, weight = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+        contract.check_static(x, gate, weight, match.constants["eps"], match.constants["act"])
+        return True
 
     def cost_shape(self, match: Match, tokens: int) -> dict[str, int]:
-        return {"T": tokens, "H": match.region.spec("x").shape[-1]}
+        return {"T": tokens, "H": rows_per_token(match, "x"), "D": match.region.spec("x").shape[-1]}

@@ -5,9 +5,11 @@ Legend: T tokens, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from shardwright.agents.structure.canonical import CanonicalGraph
@@ -17,6 +19,7 @@ from shardwright.agents.structure.interpret import Sizes
 from shardwright.agents.structure.patterns.base import Match, Pattern, Tensors, VariantSpec, View
 from shardwright.schemas.fusion import VariantPredicate
 from shardwright.schemas.graph import OpNode
+from shardwright.schemas.recipe import LoraSpec
 
 IGNORE = -100
 NOT_A_MODULE = "workers compile whole modules, and the loss lies outside the head"
@@ -87,10 +90,45 @@ class LinearCrossEntropy(Pattern):
     def variants(self) -> tuple[VariantSpec, ...]:
         anywhere = VariantPredicate(tp_max=1, device_types=("cuda", "cpu"))
         plain = VariantPredicate(tp_max=1, lora_inside=False, device_types=("cuda", "cpu"))
+        kernel = VariantPredicate(tp_max=1, device_types=("cuda",))
         return (
+            VariantSpec("kernel", "shardwright", "linear_cross_entropy", kernel),
             VariantSpec("compile", "compile", "-", plain, not_installable=NOT_A_MODULE),
             VariantSpec("eager", "eager", "-", anywhere),
         )
+
+    def refuses(self, match: Match, spec: VariantSpec) -> str:
+        """Workers put the operator in place of the forward of a plain linear head."""
+        if spec.provider != "shardwright":
+            return ""
+        if match.roles["weight"] != "weight":
+            return f"the head's matrix is {match.roles['weight']} of {match.anchor or 'the model'}, not its weight"
+        head = match.captured.module.get_submodule(match.anchor)
+        return "" if type(head) is nn.Linear else f"{match.anchor} is a {type(head).__name__}, no plain linear map"
+
+    def refuses_adapter(self, spec: VariantSpec, lora: LoraSpec) -> str:
+        if spec.provider == "shardwright":
+            return "the operator adds the head's adapter without dropout" if float(lora.dropout) else ""
+        return super().refuses_adapter(spec, lora)
+
+    def kernel_reference(self, match: Match) -> Callable[[Tensors], Tensors] | None:
+        from shardwright.kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
+
+        def run(values: Tensors) -> Tensors:
+            rows = values["hidden"].reshape(-1, values["hidden"].shape[-1])
+            return {"loss": linear_cross_entropy_reference(rows, values["weight"], values["labels"])}
+
+        return run
+
+    def check_kernel(self, match: Match, op: str, dtype: torch.dtype) -> bool:
+        from shardwright.kernels.linear_cross_entropy import contract
+
+        shape = match.region.spec("hidden").shape
+        x = torch.empty(shape, dtype=dtype, device="meta").flatten(0, -2)
+        weight = torch.empty(match.region.spec("weight").shape, dtype=dtype, device="meta")
+        labels = torch.empty(x.shape[0], dtype=torch.int64, device="meta")
+        contract.check_static(x, weight, labels, None, None, lora_scale=1.0, reduction="sum")
+        return True
 
     def cost_shape(self, match: Match, tokens: int) -> dict[str, int]:
         vocabulary, hidden = match.region.spec("weight").shape

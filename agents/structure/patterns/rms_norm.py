@@ -180,14 +180,7 @@ class RmsNorm(Pattern):
 
     def refuses(self, match: Match, spec: VariantSpec) -> str:
         """The kernel takes the place of a module's whole forward, so the module must do nothing else."""
-        if spec.provider != "shardwright":
-            return ""
-        inside = set(match.region.canonical_ids)
-        for node in match.region.canonical.nodes:
-            here = node.module_path == match.anchor or below(node.module_path, match.anchor) is not None
-            if node.kind == "op" and here and node.id not in inside:
-                return f"{match.anchor} also computes {node.target} at {node.source}"
-        return ""
+        return sole_content(match) if spec.provider == "shardwright" else ""
 
     def cost_shape(self, match: Match, tokens: int) -> dict[str, int]:
         return {"T": rows_per_token(match, "x") * tokens, "H": match.region.spec("x").shape[-1]}
@@ -202,3 +195,13 @@ def rows_per_token(match: Match, role: str) -> int:
     from shardwright.agents.structure.skeleton import BATCH, SEQUENCE
 
     return max(1, rows // (BATCH * SEQUENCE))
+
+
+def sole_content(match: Match) -> str:
+    """What a region's module computes besides the region; empty where the region is all."""
+    inside = set(match.region.canonical_ids)
+    for node in match.region.canonical.nodes:
+        here = node.module_path == match.anchor or below(node.module_path, match.anchor) is not None
+        if node.kind == "op" and here and node.id not in inside:
+            return f"{match.anchor} also computes {node.target} at {node.source}"
+    return ""

@@ -25,7 +25,8 @@ def test_the_story_names_what_fills_memory_and_what_bounds_the_step(search: Sear
     assert f"bound by {term(result.cost.time.bound_by)}" in story
     assert f"All {result.record.legal_strategies} legal strategies" in story
     assert result.best.text() in result.explanation[0]
-    assert result.alternatives[0].strategy.text() in story
+    fastest = min(result.alternatives, key=lambda one: (not one.feasible, one.step_ms))
+    assert fastest.strategy.text() in story
 
 
 def test_the_numbers_of_the_story_are_the_reports(search: Search) -> None:

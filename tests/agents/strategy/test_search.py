@@ -236,7 +236,7 @@ def test_recomputed_layers_are_chosen_exactly(build: SimpleNamespace) -> None:
 
 def test_refining_beats_the_scan_where_some_layers_are_enough(build: SimpleNamespace) -> None:
     profile, recipe = build.qwen3_30b(), build.recipe_of(batch=64, tokens=4096)
-    cluster = build.with_memory(build.load_cluster("h200-8"), 45 << 30)
+    cluster = build.with_memory(build.load_cluster("h200-8"), 50 << 30)
     context = SearchContext(profile, recipe, cluster, admitted=(("checkpointing", "layers"),))
     pricer = Pricer.of(workload(profile, recipe, build.targets_of(profile, rank=8)), cluster)
     found = scan(enumerate_plans(context), pricer)

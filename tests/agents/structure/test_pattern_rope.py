@@ -73,7 +73,7 @@ NEARLY = {
 }
 
 
-def example(kind: type[nn.Module]):  # type: ignore[no-untyped-def]
+def example(kind: type[nn.Module], width: int = 16):  # type: ignore[no-untyped-def]
     class InLayer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -82,13 +82,14 @@ def example(kind: type[nn.Module]):  # type: ignore[no-untyped-def]
         def forward(self, *values: torch.Tensor):  # type: ignore[no-untyped-def]
             return self.rotary(*values)
 
-    return lambda: (InLayer(), (meta(2, 4, 6, 16), meta(2, 2, 6, 16), meta(2, 6, 16), meta(2, 6, 16)))
+    return lambda: (InLayer(), (meta(2, 4, 6, width), meta(2, 2, 6, width), meta(2, 6, width), meta(2, 6, width)))
 
 
 class TestRope(PatternContract):
     pattern = Rope()
     positives = {
         "half-split": (example(HalfSplit), 2),
+        "wide-head": (example(HalfSplit, width=512), 2),
         "partial": (example(Partial), 1),
         "interleaved": (example(Interleaved), 1),
     }

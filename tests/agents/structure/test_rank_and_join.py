@@ -204,11 +204,14 @@ def test_measured_times_override_modelled_ones(tmp_path, profile, recipe) -> Non
 def test_an_adapter_inside_closes_variants_that_do_not_compute_it(  # type: ignore[no-untyped-def]
     mixtral_folder, profile, recipe
 ) -> None:
-    adapted = recipe.model_copy(update={"lora": LoraSpec(targets=("head",), rank=4)})
-    result = run_structure(mixtral_folder, profile, load_cluster("h200-8"), adapted)
-    head = by_id(result)["linear_cross_entropy:final:lm_head"]
-    (obligation,) = [o for o in head.certificate.obligations if o.name == "lora-inside"]
-    assert "lm_head.weight" in obligation.evidence and head.chosen == "eager"
+    for dropout, chosen in (("0", "kernel"), ("0.1", "eager")):
+        adapted = recipe.model_copy(update={"lora": LoraSpec(targets=("head",), rank=4, dropout=dropout)})
+        result = run_structure(mixtral_folder, profile, load_cluster("h200-8"), adapted)
+        head = by_id(result)["linear_cross_entropy:final:lm_head"]
+        (obligation,) = [o for o in head.certificate.obligations if o.name == "lora-inside"]
+        assert "lm_head.weight" in obligation.evidence and head.chosen == chosen, dropout
+        compiled = next(v for v in head.variants if v.name == "compile")
+        assert not compiled.available
 
 
 def test_a_kernel_for_contiguous_rows_does_not_take_a_slice(tiny, captured, profile, recipe) -> None:  # type: ignore[no-untyped-def]

@@ -58,6 +58,16 @@ def test_error_is_no_larger_than_eagers(shape: dict[str, int], dtype: torch.dtyp
     assert [result for result in verify_case(cases.SUITE, shape, dtype, "cpu") if not result.ok] == []
 
 
+def test_a_row_of_one_column_keeps_its_small_gradient() -> None:
+    """dx = dy·w·σ(gate)·eps/(x² + eps)^1.5: the difference 1 - x̂² would leave 1 % of it in fp32."""
+    x, gate, weight, dy = (draw(9, 1, seed=at, dtype=torch.float32) for at in range(4))
+    leaf, weight = x.clone().requires_grad_(), weight[0]
+    (dx,) = torch.autograd.grad(gated_rms_norm(leaf, gate, weight, EPS, activation="sigmoid"), leaf, dy)
+    scale = dy.double() * weight.double() * torch.sigmoid(gate.double())
+    exact = scale * EPS / (x.double().square() + EPS) ** 1.5
+    torch.testing.assert_close(dx.double(), exact, rtol=2e-6, atol=0)
+
+
 def test_two_runs_give_the_same_bits() -> None:
     assert verify_repeats(cases.SUITE, {"T": 40, "H": 2, "D": 64}, torch.bfloat16, "cpu").ok
 
@@ -169,7 +179,7 @@ def test_an_expanded_or_transposed_gradient_is_read_right() -> None:
 def test_a_frozen_weight_costs_no_gradient() -> None:
     x, gate, weight = draw(6, 96).requires_grad_(), draw(6, 96, seed=1), draw(96, seed=2)
     y, rstd = gated_rms_norm_forward(x.detach(), gate, weight, EPS, "silu")
-    assert gated_rms_norm_backward(y, x.detach(), gate, weight, rstd, "silu", False)[2].numel() == 0
+    assert gated_rms_norm_backward(y, x.detach(), gate, weight, rstd, EPS, "silu", False)[2].numel() == 0
     (dx,) = torch.autograd.grad(gated_rms_norm(x, gate, weight, EPS, activation="silu").sum(), x)
     y = gated_rms_norm(x, gate, weight.requires_grad_(), EPS, activation="silu")
     assert torch.equal(dx, torch.autograd.grad(y.sum(), (x, weight))[0])
@@ -229,7 +239,7 @@ def test_every_launch_gives_the_same_values_and_writes_nothing_outside(launch: L
     view = {name: whole[band : len(whole) - band] for name, whole in room.items()}
     square = {name: view[name].view(T, D) for name in ("y", "dx", "dgate")}
     launch_forward(x, gate, weight, EPS, True, square["y"], view["rstd"], launch)
-    launch_backward(dy, x, gate, weight, view["rstd"], True, square["dx"], square["dgate"], view["dw"], launch)
+    launch_backward(dy, x, gate, weight, view["rstd"], EPS, True, square["dx"], square["dgate"], view["dw"], launch)
     leaves = [t.double().requires_grad_() for t in (x, gate, weight)]
     y = gated_rms_norm_reference(leaves[0], leaves[1], leaves[2], EPS, "silu")
     exact = [y.detach(), *torch.autograd.grad(y, leaves, dy.double())]

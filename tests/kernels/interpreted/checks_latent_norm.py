@@ -40,6 +40,17 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Ten
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def test_a_latent_of_one_column_keeps_its_small_gradient() -> None:
+    """dx = dy·w·eps/(x² + eps)^1.5: the difference 1 - x̂² would leave 1 % of it in fp32."""
+    joint, weight, dy = (draw(9, n, seed=at, dtype=torch.float32) for at, n in enumerate((3, 1, 1)))
+    leaf, weight = joint.clone().requires_grad_(), weight[0]
+    (dx,) = torch.autograd.grad(latent_norm(leaf, weight, EPS)[0], leaf, dy)
+    x = joint[:, :1].double()
+    exact = dy.double() * weight.double() * EPS / (x.square() + EPS) ** 1.5
+    torch.testing.assert_close(dx[:, :1].double(), exact, rtol=2e-6, atol=0)
+    assert bool((dx[:, 1:] == 0).all())
+
+
 @pytest.mark.parametrize("dtype", cases.SUITE.dtypes, ids=str)
 def test_error_is_no_larger_than_eagers(dtype: torch.dtype) -> None:
     """Odd sizes, zero rows, NaN-poisoned memory."""
@@ -153,8 +164,8 @@ def test_an_expanded_or_sliced_gradient_is_read_right() -> None:
 def test_a_frozen_weight_costs_no_gradient() -> None:
     joint, weight = draw(6, 80), draw(64, seed=1)
     latent, rest, rstd = latent_norm_forward(joint, weight, EPS)
-    djoint, dweight = latent_norm_backward(latent, rest, joint, weight, rstd, False)
-    learning, learned = latent_norm_backward(latent, rest, joint, weight, rstd, True)
+    djoint, dweight = latent_norm_backward(latent, rest, joint, weight, rstd, EPS, False)
+    learning, learned = latent_norm_backward(latent, rest, joint, weight, rstd, EPS, True)
     assert dweight.numel() == 0 and learned.shape == (64,) and torch.equal(djoint, learning)
 
 
@@ -177,7 +188,7 @@ def test_every_launch_gives_the_same_values_and_writes_nothing_outside(launch: L
     room = {name: torch.full((band + torch.Size(n).numel() + band,), float("nan")) for name, n in sizes.items()}
     view = {name: whole[band : len(whole) - band].view(sizes[name]) for name, whole in room.items()}
     launch_forward(joint, weight, EPS, view["latent"], view["rest"], view["rstd"], launch)
-    launch_backward(dlatent, drest, joint, weight, view["rstd"], view["djoint"], view["dw"], launch)
+    launch_backward(dlatent, drest, joint, weight, view["rstd"], EPS, view["djoint"], view["dw"], launch)
     leaves = [t.double().requires_grad_() for t in (joint, weight)]
     outs = latent_norm_reference(leaves[0], leaves[1], EPS)
     exact = [*outs, *torch.autograd.grad(outs, leaves, [dlatent.double(), drest.double()])]

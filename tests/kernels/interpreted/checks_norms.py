@@ -101,7 +101,7 @@ def test_an_expanded_gradient_equals_ones() -> None:
 def test_a_frozen_weight_costs_no_gradient() -> None:
     x, weight = draw(6, 96).requires_grad_(), draw(96, seed=1)
     y, rstd = rms_norm_forward(x.detach(), weight, EPS)
-    _, dweight = rms_norm_backward(y, x.detach(), weight, rstd, False)
+    _, dweight = rms_norm_backward(y, x.detach(), weight, rstd, EPS, False)
     assert dweight.numel() == 0
     (dx,) = torch.autograd.grad(rms_norm(x, weight, EPS).sum(), x)
     (with_weight, _) = torch.autograd.grad(rms_norm(x, weight.requires_grad_(), EPS).sum(), (x, weight))
@@ -130,6 +130,23 @@ def test_zero_rows_give_zeros_and_finite_gradients() -> None:
     torch.testing.assert_close(dx, torch.full((2, 32), 1e3), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_one_column_keeps_its_small_gradient(dtype: torch.dtype) -> None:
+    """dx = dy·w·eps/(x² + eps)^1.5: the difference 1 - x̂² would leave 1 % of it, or nothing, in fp32."""
+    x = torch.tensor([[3.0], [-0.7], [0.01], [0.0], [float("nan")]]).to(dtype)
+    weight, dy = torch.tensor([1.5]).to(dtype), torch.tensor([[1.0], [-2.0], [0.5], [1.0], [1.0]]).to(dtype)
+    wide = x.double()
+    exact = dy.double() * weight.double() * EPS / (wide.square() + EPS) ** 1.5
+    for call in (
+        lambda leaf: rms_norm(leaf, weight, EPS),
+        lambda leaf: add_rms_norm(leaf, torch.zeros_like(leaf), weight, EPS)[0],
+    ):
+        leaf = x.clone().requires_grad_()
+        (dx,) = torch.autograd.grad(call(leaf), leaf, dy)
+        rtol = 2e-6 if dtype == torch.float32 else 2**-8
+        torch.testing.assert_close(dx.double(), exact, rtol=rtol, atol=0, equal_nan=True)
+
+
 def test_nan_stays_in_its_row() -> None:
     x, weight = draw(5, 64), draw(64, seed=1)
     clean = rms_norm(x, weight, EPS)
@@ -152,7 +169,7 @@ def test_every_launch_gives_the_same_values_and_writes_nothing_outside(launch: L
     rstd_room = torch.full((band + T + band,), float("nan"))
     rstd = rstd_room[band : band + T]
     launch_forward(x, weight, EPS, view["y"].view(T, H), rstd, launch)
-    launch_backward(dy, x, weight, rstd, view["dx"].view(T, H), view["dw"], launch)
+    launch_backward(dy, x, weight, rstd, EPS, view["dx"].view(T, H), view["dw"], launch)
     leaves = [t.double().requires_grad_() for t in (x, weight)]
     y = rms_norm_reference(leaves[0], leaves[1], EPS)
     exact = [y.detach(), *torch.autograd.grad(y, leaves, dy.double())]

@@ -68,8 +68,8 @@ def test_both_ways_agree_with_fp64(kind: Kind, packing: str, interleaved: bool) 
     for dequantise in (False, True):
         w = PackedWeights(*stacks, *given)
         with poisoned_memory():
-            near, kept = op.run_forward(choice, w, x, counts, True, dequantise)
-            found = op.run_backward(choice, w, x, counts, kept, dy, (True, True, True), dequantise)
+            near, kept, _ = op.run_forward(choice, w, x, counts, True, dequantise)
+            found = op.run_backward(choice, w, x, counts, kept, dy, (True, True, True), dequantise=dequantise)
         ours = [near, found.dx, found.up_a, found.up_b, found.down_a, found.down_b]
         for name, got, right in zip(("y", "dx", "ua", "ub", "da", "db"), ours, exact, strict=True):
             assert got is not None

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.runtime.device import open_device
-from shardwright.runtime.experts import dispatch
+from shardwright.runtime.experts import dispatch, overlap
 from shardwright.runtime.experts.balance import LoadMeter
 from shardwright.runtime.losses import summed_loss
 from shardwright.runtime.mesh import Ranks, open_mesh
@@ -147,6 +147,32 @@ def uneven_splits(ranks: Ranks) -> None:
         torch.testing.assert_close(hidden.grad, weights.sum(1, keepdim=True).expand_as(hidden))
 
 
+def chunks_with_nothing(ranks: Ranks) -> None:
+    """Identity experts in pieces: more pieces than tokens, a rank without tokens, weights before and after."""
+    generator = torch.Generator().manual_seed(7 + ranks.rank)
+    for tokens, chunks in ((5 + 3 * ranks.rank, 2), (2 * ranks.rank, 4), (9, 3)):
+        index = torch.randint(0, 4, (tokens, 2), generator=generator)
+        weights = torch.rand(tokens, 2, generator=generator)
+        for weigh_inputs in (False, True):
+            hidden = torch.randn(tokens, 8, generator=generator, requires_grad=True)
+            out, counts = overlap.in_chunks(
+                hidden,
+                index,
+                weights,
+                lambda rows, route: rows * 3,
+                chunks=chunks,
+                num_experts=4,
+                ep=2,
+                group=ranks.ep_group,
+                weigh_inputs=weigh_inputs,
+            )
+            expected = 3 * weights.sum(1, keepdim=True)
+            torch.testing.assert_close(out, hidden * expected)
+            assert torch.equal(counts, torch.bincount(index.flatten(), minlength=4))
+            out.sum().backward()
+            torch.testing.assert_close(hidden.grad, expected.expand_as(hidden))
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -159,6 +185,7 @@ def main() -> None:
     idle_experts(live, ranks)
     one_norm_over_two_meshes(ranks)
     uneven_splits(ranks)
+    chunks_with_nothing(ranks)
     assert isinstance(live.meter, LoadMeter) and not live.meter.step
     dist.barrier()
     sys.stdout.write(f"rank {ranks.rank} done\n")

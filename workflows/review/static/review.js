@@ -86,6 +86,19 @@ document.addEventListener("htmx:sendError", () => {
 });
 restore();
 
+// What happens while the page is open comes as server-sent events.
+const stream = new EventSource("/events");
+stream.addEventListener("run", (event) => {
+  const old = document.getElementById("run");
+  if (old) old.outerHTML = event.data;
+});
+stream.addEventListener("plan", (event) => {
+  const page = document.getElementById("page"), notice = document.getElementById("notice");
+  if (!page || !notice || event.data === page.dataset.plan || document.querySelector(".htmx-request")) return;
+  notice.innerHTML = '<p class="notice">The plan was changed elsewhere. <a href="/">Load it as it stands now</a>; what you typed is kept.</p>';
+});
+addEventListener("pagehide", () => stream.close());
+
 // On paper everything is open.
 addEventListener("beforeprint", () => document.querySelectorAll("#page details:not([open])").forEach((each) => {
   each.open = true;

@@ -1,0 +1,170 @@
+"""The gated delta rule of linear attention (KDA, GatedDeltaNet), from decays to results.
+
+``S ← diag(e^g) S;  S ← S + β k̂ (v − k̂ᵀS)ᵀ;  o = Sᵀ q̂`` per head, with q̂ and k̂ of unit length and q̂ scaled by
+``K^(−1/2)``. Forms: ``channels`` has a decay for each key channel (KDA), ``heads`` one for each head (GatedDeltaNet).
+Convolutions, gates before, and the gated norm after lie outside: they are regions of their own.
+Legend: B batch, T tokens, H key heads, HV value heads, K key width, V value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.agents.structure.canonical import CanonicalGraph
+from shardwright.agents.structure.capture import CapturedGraph
+from shardwright.agents.structure.differential import TOLERANCE, compare
+from shardwright.agents.structure.interpret import KeepFp64, Sizes
+from shardwright.agents.structure.opaque_rules import run_rule
+from shardwright.agents.structure.patterns.base import Match, Pattern, Tensors, VariantSpec, View
+from shardwright.schemas.fusion import VariantPredicate
+from shardwright.schemas.graph import OpNode
+
+ROLES = ("q", "k", "v", "g", "beta")
+LONG = 70
+"""Tokens of the second opinion: across the 64 of a family's chunk."""
+LEAST = 1e-6
+NO_PLACE = "workers exchange a whole layer with its gates and convolution, and this region proves the recurrence alone"
+
+
+class DeltaRule(Pattern):
+    """The recurrence as one operator."""
+
+    name = "delta_rule"
+    version = 1
+    title = "Gated delta rule"
+    trainable = ROLES
+    reads_views = True
+    costed = False
+
+    def find(self, captured: CapturedGraph, graph: CanonicalGraph) -> tuple[Match, ...]:
+        found = [self._at(captured, graph, node) for node in View(graph).ops("delta_rule")]
+        return tuple(match for match in found if match is not None)
+
+    def _at(self, captured: CapturedGraph, graph: CanonicalGraph, node: OpNode) -> Match | None:
+        specs = [graph.by_id[i].output for i in node.inputs]
+        if len(specs) != len(ROLES) or any(spec is None for spec in specs) or not node.arguments.get("unit"):
+            return None
+        ranks = [len(spec.shape) for spec in specs if spec is not None]
+        if ranks[:3] != [4, 4, 4] or ranks[3] not in (3, 4) or ranks[4] != 3:
+            return None
+        constants = {
+            "form": "channels" if ranks[3] == 4 else "heads",
+            "rule": node.arguments["rule"],
+            "decays": "given",
+        }
+        inputs = dict(zip(ROLES, node.inputs, strict=True))
+        return self.bind(captured, graph, inputs, {"o": node.id}, constants, node.module_path, {})
+
+    def reference(self, values: Tensors, constants: dict[str, Any]) -> Tensors:
+        given = [values[role] for role in ROLES]
+        return {"o": torch.ops.shardwright_capture.delta_rule(*given, constants["rule"], True)}
+
+    def oracle(self, values: Tensors, constants: dict[str, Any]) -> Tensors:
+        """Token by token; the state as a matrix [K, V] of every batch and head."""
+        q, k, v, g, beta = (values[role] for role in ROLES)
+        repeats = v.shape[2] // q.shape[2]
+        q, k = (_unit(x).repeat_interleave(repeats, dim=2) for x in (q, k))
+        decay = torch.exp(g if g.dim() == 4 else g.unsqueeze(-1))
+        state, out = torch.zeros(*v.shape[:1], v.shape[2], q.shape[-1], v.shape[-1], dtype=v.dtype), []
+        for t in range(v.shape[1]):
+            state = decay[:, t].unsqueeze(-1) * state
+            error = v[:, t] - (k[:, t].unsqueeze(-1) * state).sum(-2)
+            state = state + (beta[:, t].unsqueeze(-1) * k[:, t]).unsqueeze(-1) * error.unsqueeze(-2)
+            out.append((q[:, t].unsqueeze(-1) * state).sum(-2) * q.shape[-1] ** -0.5)
+        return {"o": torch.stack(out, dim=1)}
+
+    def cases(self, match: Match, sizes: Sizes) -> dict[str, Tensors]:
+        """Decays from none to nearly all, rows of zeros, β at 0 and 1, one loud token."""
+        return rule_cases(_few(match, 2, 9))
+
+    def second_opinion(self, match: Match) -> str:
+        """The family's own function across the edge of a chunk."""
+        cases = {"long": rule_cases(_few(match, 1, LONG))["normal"]}
+
+        def own(values: Tensors) -> Tensors:
+            with KeepFp64():
+                given = tuple(values[role] for role in ROLES)
+                return {"o": run_rule(match.constants["rule"], given, unit=True)}
+
+        seen = compare(own, lambda v: self.oracle(v, match.constants), cases, ROLES)
+        if seen.error > TOLERANCE:
+            raise ArithmeticError(f"over {LONG} tokens the family's function differs by {seen.error:.1e}")
+        return f"; over {LONG} tokens too ({seen.values} numbers, {seen.error:.0e})"
+
+    def variants(self) -> tuple[VariantSpec, ...]:
+        anywhere = VariantPredicate(tp_max=1, device_types=("cuda", "cpu"))
+        kernel = VariantPredicate(tp_max=1, device_types=("cuda",))
+        return (
+            VariantSpec("kernel", "shardwright", "kda", kernel, not_installable=NO_PLACE),
+            VariantSpec("eager", "eager", "-", anywhere),
+        )
+
+    def kernel_reference(self, match: Match) -> Callable[[Tensors], Tensors] | None:
+        from shardwright.kernels.kda.reference import kda_recurrent_reference
+
+        def run(values: Tensors) -> Tensors:
+            q, k, v, g, beta = (values[role] for role in ROLES)
+            g = g if g.dim() == 4 else g.unsqueeze(-1).expand(*g.shape, q.shape[-1])
+            o, _ = kda_recurrent_reference(q, k, v, g, beta, gate="given", beta_sigmoid=False)
+            return {"o": o}
+
+        return run
+
+    def check_kernel(self, match: Match, op: str, dtype: torch.dtype) -> bool:
+        from shardwright.kernels.kda import contract
+
+        def like(role: str) -> Tensor:
+            return torch.empty(match.region.spec(role).shape, dtype=dtype, device="meta")
+
+        q, k, v, g, beta = (like(role) for role in ROLES)
+        g = g if g.dim() == 4 else g.unsqueeze(-1).expand(*g.shape, q.shape[-1])
+        contract.check_static(
+            q, k, v, g, beta, None, None, None, gate="given", lower_bound=contract.LOWEST, count=q.shape[0]
+        )
+        return True
+
+    def cost_shape(self, match: Match, tokens: int) -> dict[str, int]:
+        q, v = match.region.spec("q").shape, match.region.spec("v").shape
+        return {"T": tokens, "H": q[2], "HV": v[2], "K": q[3], "V": v[3]}
+
+
+def _few(match: Match, batch: int, tokens: int) -> dict[str, tuple[int, ...]]:
+    """Sizes of a small recurrence with the region's ratio of heads; the function takes any."""
+    keys, values = match.region.spec("q").shape[2], match.region.spec("v").shape[2]
+    heads, width = 2, 8
+    shared = heads * (values // keys)
+    q, v, beta = (batch, tokens, heads, width), (batch, tokens, shared, width), (batch, tokens, shared)
+    return {
+        "q": q,
+        "k": q,
+        "v": v,
+        "g": (*beta, width) if match.constants["form"] == "channels" else beta,
+        "beta": beta,
+    }
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + LEAST)
+
+
+def rule_cases(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensors]:
+    """Inputs of the recurrence by name of the case."""
+    generator = torch.Generator().manual_seed(37)
+
+    def normal(scale: float = 1.0) -> Tensors:
+        made = {r: torch.randn(s, generator=generator, dtype=torch.float64) for r, s in shapes.items()}
+        made["g"] = -scale * torch.rand(shapes["g"], generator=generator, dtype=torch.float64)
+        made["beta"] = torch.rand(shapes["beta"], generator=generator, dtype=torch.float64)
+        return made
+
+    cases = {"normal": normal(), "no-decay": normal(1e-9), "strong-decay": normal(5.0), "edges": normal()}
+    cases["edges"]["beta"] = cases["edges"]["beta"].round()
+    cases["loud-token"] = normal()
+    cases["loud-token"]["v"][:, 1] *= 1e3
+    cases["zero-key"] = normal()
+    cases["zero-key"]["k"][:, 2] = 0
+    return cases

@@ -1,0 +1,215 @@
+"""Measured points for the cost model, many in one process on one device.
+
+``python benchmarks/cost_points.py [--models M,...] [--executors eager,fused] [--limit-seconds 120]
+[--point-seconds 45] [--calibrate FILE] [--append]``
+
+Every point (``points_shapes.py``) is a few layers at full width with random weights under the runtime's own adapters,
+experts, fusions, checkpointing and optimizer. One warm-up step, then timed steps. A line of bench ``cost-points``:
+
+- ``peak_bytes``: most allocated during the timed steps (moments of AdamW present), ``weights_bytes``: allocated before
+  the first step;
+- ``reserved_bytes``: most that the allocator held; ``context_bytes``: what the device shows beyond that;
+- ``step_ms`` median, ``worst_ms``; rows of the fullest expert over the mean.
+
+No point begins after ``--limit-seconds``; a point that runs out of memory or time is named on stderr and left out.
+``--self-test`` runs miniatures on any device and writes nothing. ``--replay FILE`` appends lines that another machine
+printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from lines import append, line
+from points_model import Recomputed, Side, live_model
+from points_shapes import SHAPES, Point, points, tiny_points
+from torch import Tensor
+
+from shardwright.runtime.experts.balance import max_over_mean
+from shardwright.schemas.bench import BenchLine
+
+WARMUP, STEPS = 1, 3
+
+
+class TooLong(RuntimeError):
+    """A point outran its limit."""
+
+
+@contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    """Raise :class:`TooLong` in this thread once the time is over."""
+
+    def over(*_: object) -> None:
+        raise TooLong(f"more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Meter:
+    """Clock and memory of the first CUDA device; on a CPU the clock alone."""
+
+    def __init__(self) -> None:
+        self.cuda = torch.cuda.is_available()
+
+    def reset(self) -> None:
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def now(self) -> float:
+        if self.cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def allocated(self) -> float:
+        return float(torch.cuda.memory_allocated()) if self.cuda else 0.0
+
+    def peaks(self) -> dict[str, float]:
+        """Peaks since the last reset, and what the device shows beyond the allocator."""
+        if not self.cuda:
+            return {"peak_bytes": 0.0}
+        free, total = torch.cuda.mem_get_info()
+        return {
+            "peak_bytes": float(torch.cuda.max_memory_allocated()),
+            "reserved_bytes": float(torch.cuda.max_memory_reserved()),
+            "context_bytes": float(total - free - torch.cuda.memory_reserved()),
+        }
+
+
+def measure(side: Side, point: Point, meter: Meter) -> dict[str, float]:
+    """Steps of one point."""
+    vocabulary = point.hf_config().vocab_size
+    shape = (point.batch, point.tokens)
+    ids = torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0))
+    device = next(side.model.parameters()).device
+    moved: Tensor = ids.to(device)
+    meter.reset()
+    weights, times, hottest = meter.allocated(), [], 0.0
+    with Recomputed(side, point.how):
+        for number in range(WARMUP + STEPS):
+            if number == WARMUP and meter.cuda:
+                torch.cuda.reset_peak_memory_stats()
+            began = meter.now()
+            loads = side.gradient(moved)
+            side.apply()
+            times.append(meter.now() - began)
+            hottest = max(hottest, max_over_mean(loads))
+    found = meter.peaks()
+    side.optimizer.clear()
+    return {
+        **found,
+        "weights_bytes": weights,
+        "step_ms": 1e3 * statistics.median(times[WARMUP:]),
+        "worst_ms": 1e3 * max(times[WARMUP:]),
+        "first_ms": 1e3 * times[0],
+        "hottest_expert": round(hottest, 4),
+        **{f"fused_{name}": 1.0 for name in point.fusions},
+    }
+
+
+def forget_moments(side: Side) -> None:
+    """AdamW's state belongs to a point, not to the weights of the next one."""
+    side.optimizer.inner.state.clear()
+
+
+def run(chosen: Sequence[Point], dtype: torch.dtype, whole_s: float, point_s: float) -> Iterator[BenchLine]:
+    """Measure points in order; builds a model once for those that share it.
+
+    Yields:
+        One line a measured point.
+    """
+    meter, began = Meter(), time.perf_counter()
+    side: Side | None = None
+    built: tuple[Any, ...] = ()
+    for point in chosen:
+        if time.perf_counter() - began > whole_s:
+            _say(f"{point.case}: not begun, {whole_s:g} s are over")
+            continue
+        try:
+            with limit(point_s):
+                if point.built != built:
+                    side, built = None, ()
+                    meter.reset()
+                    side, built = live_model(point, dtype), point.built
+                    _say(f"built {point.built} at {time.perf_counter() - began:.1f} s")
+                assert side is not None
+                found = measure(side, point, meter)
+        except (TooLong, torch.OutOfMemoryError) as problem:
+            _say(f"{point.case}: left out, {type(problem).__name__}: {str(problem)[:200]}")
+            side, built = None, ()
+            meter.reset()
+            continue
+        forget_moments(side)
+        _say(f"{point.case}: {found['step_ms']:.1f} ms, {found['peak_bytes'] / 2**30:.2f} GiB")
+        yield line({"bench": "cost-points", "case": point.case, "passes": "step", "metrics": found})
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def calibrate(path: Path) -> None:
+    """Microbenchmarks of this machine, as ``shardwright calibrate`` makes them."""
+    from shardwright.schemas.canonical import pretty_bytes
+    from shardwright.schemas.files import write_atomic
+    from shardwright.workflows.calibration import measure as microbenchmarks
+
+    write_atomic(path, pretty_bytes(microbenchmarks(quick=False, progress=_say)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; exit code 2 for an unknown model, 1 where no point could be measured."""
+    parser = argparse.ArgumentParser(prog="cost_points.py")
+    parser.add_argument("--models", default="", help=f"of {', '.join(SHAPES)}; all unless told")
+    parser.add_argument("--executors", default="eager,fused")
+    parser.add_argument("--limit-seconds", type=float, default=120.0, help="no point begins later")
+    parser.add_argument("--point-seconds", type=float, default=45.0, help="one point, its model's building included")
+    parser.add_argument("--calibrate", type=Path, help="first measure the machine into this file")
+    parser.add_argument("--append", action="store_true", help="append to benchmarks/results")
+    parser.add_argument("--self-test", action="store_true", help="miniatures on any device; writes nothing")
+    parser.add_argument("--replay", type=Path, help="append the lines of this file instead of measuring")
+    options = parser.parse_args(arguments)
+    if options.replay:
+        lines = [BenchLine.model_validate_json(text) for text in options.replay.read_text().splitlines() if text]
+        append(lines)
+        return 0
+    models = tuple(name for name in options.models.split(",") if name)
+    if unknown := [name for name in models if name not in SHAPES]:
+        _say(f"unknown: {', '.join(unknown)}; known: {', '.join(SHAPES)}")
+        return 2
+    if options.calibrate:
+        calibrate(options.calibrate)
+    chosen = tiny_points() if options.self_test else points(models, tuple(options.executors.split(",")))
+    dtype = torch.float32 if options.self_test else torch.bfloat16
+    measured = 0
+    for found in run(chosen, dtype, options.limit_seconds, options.point_seconds):
+        measured += 1
+        sys.stdout.write(found.model_dump_json() + "\n")
+        sys.stdout.flush()
+        if options.append and not options.self_test:
+            append([found])
+    return 0 if measured else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,174 @@
+"""How much of the experts' exchange is hidden under computation, over gloo on this machine's cores.
+
+``python benchmarks/overlap.py [--tokens N] [--chunks C] [--append] [--trace FOLDER]``
+
+Two processes, ep 2, one layer's experts with adapters, forward and backward; once whole and once in chunks. Time is
+read from the profiler's timeline: exchanges are gloo's own events, from their start to their end; computation is what
+the experts run meanwhile, without its waits. ``exposed share`` = time of exchanges in which the process did not compute
+÷ time of exchanges; whole exchanges are waited for where they start, so theirs is 1. ``--trace`` keeps the timelines
+for chrome://tracing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lines import append, line
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from shardwright.checkpoints.layouts import STANDARD
+from shardwright.runtime.experts.balance import LoadMeter
+from shardwright.runtime.experts.module import LoraExperts
+from shardwright.runtime.experts.overlap import COMPUTE
+
+E, H, I, K, RANK, RANKS = 8, 256, 512, 2, 16, 2
+Spans = list[tuple[float, float]]
+
+
+class Family(nn.Module):
+    """Stacks and activation of a family with merged gate and up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, H))
+        self.down_proj = nn.Parameter(torch.empty(E, H, I))
+        self.act_fn = nn.SiLU()
+
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> None:
+        """Only its signature is read."""
+
+
+def experts(rank: int, chunks: int) -> LoraExperts:
+    """Local experts with random values and adapters on both stacks."""
+    made = LoraExperts(Family(), "experts", STANDARD, RANKS, rank, dist.group.WORLD, LoadMeter(), chunks=chunks)
+    generator = torch.Generator().manual_seed(rank)
+    for stack, into, out in (("gate_up_proj", H, 2 * I), ("down_proj", I, H)):
+        getattr(made, stack).data.normal_(0.0, into**-0.5, generator=generator)
+        a = nn.Parameter(torch.randn(E // RANKS, RANK, into, generator=generator) * into**-0.5)
+        made.add_adapter(stack, a, nn.Parameter(torch.randn(E // RANKS, out, RANK, generator=generator)), 2.0)
+    return made
+
+
+def union(spans: Spans) -> Spans:
+    """Disjoint spans that cover the same time, ascending."""
+    out: Spans = []
+    for start, stop in sorted(spans):
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], stop))
+        else:
+            out.append((start, stop))
+    return out
+
+
+def common(left: Spans, right: Spans) -> float:
+    """Time that lies in both of two disjoint lists."""
+    return sum(max(0.0, min(b, d) - max(a, c)) for a, b in left for c, d in right)
+
+
+def shares(trace: Path) -> tuple[float, float]:
+    """(exposed share, milliseconds of exchanges) of a timeline."""
+    events = [one for one in json.loads(trace.read_text())["traceEvents"] if one.get("ph") == "X"]
+    moving = union([(one["ts"], one["ts"] + one["dur"]) for one in events if one["name"].startswith("gloo:all_to_all")])
+    names = ("aten::mm", "aten::addmm_", "aten::silu", "aten::mul", "aten::index", COMPUTE, "GroupedLoraLinearBackward")
+    work = union([(one["ts"], one["ts"] + one["dur"]) for one in events if one["name"].startswith(names)])
+    total = sum(stop - start for start, stop in moving)
+    return 1 - common(moving, work) / total, total / 1e3
+
+
+def worker(rank: int, tokens: int, chunks: int, repeats: int, store: str, out: Path) -> None:
+    """One rank: warm up, profile, write its timelines' shares and step times."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    generator = torch.Generator().manual_seed(10 + rank)
+    index = torch.randint(0, E, (tokens, K), generator=generator)
+    weights = torch.rand(tokens, K, generator=generator)
+    found: dict[str, list[float]] = {"exposed": [], "exposed_ms": [], "exchange_ms": [], "step_ms": []}
+    module = experts(rank, chunks)
+    for repeat in range(repeats + 1):
+        hidden = torch.randn(tokens, H, generator=generator, requires_grad=True)
+        dist.barrier()
+        trace = out / f"rank{rank}-chunks{chunks}.json"
+        with profile(activities=[ProfilerActivity.CPU]) as profiler, torch.profiler.record_function("step"):
+            module(hidden, index, weights).square().mean().backward()
+        profiler.export_chrome_trace(str(trace))
+        if repeat == 0:
+            continue
+        exposed, exchange = shares(trace)
+        step = next(one for one in profiler.key_averages() if one.key == "step").cpu_time_total / 1e3
+        for key, value in zip(found, (exposed, exposed * exchange, exchange, step), strict=True):
+            found[key].append(value)
+    medians = {key: statistics.median(values) for key, values in found.items()}
+    (out / f"rank{rank}-chunks{chunks}.result").write_text(json.dumps(medians))
+    dist.barrier()
+
+
+def measure(tokens: int, chunks: int, repeats: int, out: Path) -> dict[str, float]:
+    """Both ranks' medians, averaged.
+
+    Raises:
+        subprocess.CalledProcessError: where a rank fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        here = [sys.executable, __file__, "--tokens", str(tokens), "--chunks", str(chunks), "--trace", str(out)]
+        here += ["--repeats", str(repeats)]
+        ranks = [subprocess.Popen([*here, "--rank", str(rank), "--store", f"{folder}/store"]) for rank in range(RANKS)]
+        codes = [one.wait(timeout=300) for one in ranks]
+    if any(codes):
+        raise subprocess.CalledProcessError(max(codes), here)
+    results = [json.loads((out / f"rank{rank}-chunks{chunks}.result").read_text()) for rank in range(RANKS)]
+    return {key: sum(one[key] for one in results) / RANKS for key in results[0]}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Whole against chunked, one result line."""
+    parser = argparse.ArgumentParser(prog="overlap.py")
+    parser.add_argument("--tokens", type=int, default=4096, help="of each rank")
+    parser.add_argument("--chunks", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=5, help="after one of warm-up; medians count")
+    parser.add_argument("--append", action="store_true", help="append to benchmarks/results")
+    parser.add_argument("--trace", type=Path, help="where to keep the timelines")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.rank is not None:
+        worker(options.rank, options.tokens, options.chunks, options.repeats, options.store, options.trace)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        out = options.trace or Path(folder)
+        out.mkdir(parents=True, exist_ok=True)
+        whole, cut = (measure(options.tokens, chunks, options.repeats, out) for chunks in (1, options.chunks))
+    found = line(
+        {
+            "bench": "overlap",
+            "case": f"overlap/ep2-{options.tokens}x{H}",
+            "passes": "fwd+bwd",
+            "unit": "share",
+            "ours": round(cut["exposed"], 4),
+            "rival": "one exchange, waited for",
+            "rival_value": round(whole["exposed"], 4),
+            "metrics": {
+                "chunks": float(options.chunks),
+                **{f"chunked_{key}": round(cut[key], 3) for key in ("exposed_ms", "exchange_ms", "step_ms")},
+                **{f"whole_{key}": round(whole[key], 3) for key in ("exposed_ms", "exchange_ms", "step_ms")},
+            },
+        }
+    )
+    sys.stdout.write(found.model_dump_json() + "\n")
+    if options.append:
+        append([found])
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

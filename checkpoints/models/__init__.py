@@ -1,0 +1,1 @@
+"""Models of our own for checkpoints that the installed transformers has no class for; picked by architecture."""

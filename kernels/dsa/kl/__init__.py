@@ -1,0 +1,1 @@
+"""The indexer's own loss: KL divergence from the main attention's distribution, with the scores' gradient."""

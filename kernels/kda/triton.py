@@ -1,0 +1,276 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Forward kernels of KDA: everything inside a chunk, then the state from chunk to chunk with the output.
+
+Decays are kept in log2 units. A chunk has C = 64 tokens; ``total`` is the running sum of log-decays inside it, made
+once by ``kda_gate_kernel`` and read again where it is needed: a row of it costs one load, and nothing has to be kept.
+
+Pairs (i, j) of a chunk are computed by levels: at level s the chunk is cut into nodes of 2s tokens, and pairs whose
+row lies in a node's right half and whose column lies in its left half are one product of two factors. Both are
+taken relative to the running sum at the last token of the left half, so that every exponent is at most 0 whatever
+the gate does, and that token lies in the past of every row, so that later tokens cannot change a bit. With a gate
+of at least -5 a token, levels stop at blocks of 16 tokens: there one factor may grow, to 2 ** 58 at most.
+
+``(I + A)⁻¹`` grows by the same levels from blocks of one token to the chunk: no power of A is formed, so that entries
+stay as small as those of the inverse itself.
+
+Workspaces are whole tiles ``[chunk, value head, C, width]``; rows past a document's end are zero there.
+
+Legend: C tokens of a chunk, NT chunks, H key heads, HV value heads, G = HV / H, K key width, V value width.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NORM_EPS = tl.constexpr(1e-6)
+HALF_SPAN = tl.constexpr(57.70780163555854)
+"""Half of the largest span of a block of 16 tokens at -5 a token, in log2 units."""
+GIVEN = tl.constexpr(0)
+BOUNDED = tl.constexpr(1)
+SOFTPLUS = tl.constexpr(2)
+
+
+@triton.jit
+def log2_decay(raw, bias, speed, lower, GATE: tl.constexpr):
+    """Log2-decay of a raw gate, fp32."""
+    if GATE == GIVEN:
+        return raw * LOG2E
+    elif GATE == BOUNDED:
+        return (lower * LOG2E) * tl.sigmoid(speed * (raw + bias))
+    else:
+        z = raw + bias
+        e = tl.exp2(-tl.abs(z) * LOG2E)
+        small = e * (LOG2E - e * (0.5 * LOG2E))
+        return -speed * (tl.maximum(z, 0.0) * LOG2E + tl.where(e < 1e-3, small, tl.log2(1.0 + e)))
+
+
+@triton.jit
+def load_rows(ptr, tokens, valid, head, heads, cols, WIDTH: tl.constexpr):
+    """``[C, cols]`` of a tensor ``[tokens, heads, WIDTH]``, fp32; 0 for rows past the end."""
+    at = (tokens[:, None] * heads + head) * WIDTH + cols[None, :]
+    return tl.load(ptr + at, mask=valid[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_beta(beta_ptr, tokens, valid, hv, HV, SIGMOID: tl.constexpr):
+    """Write strengths ``[C]``, fp32; 0 for rows past the end.
+
+    A strength of 0 that is given becomes 1e-20, which no sum can tell from 0: its gradient is a quotient by it.
+    """
+    beta = tl.load(beta_ptr + tokens * HV + hv, mask=valid, other=0.0).to(tl.float32)
+    if SIGMOID:
+        beta = tl.sigmoid(beta)
+    else:
+        beta = tl.where(tl.abs(beta) < 1e-20, 1e-20, beta)
+    return tl.where(valid, beta, 0.0)
+
+
+@triton.jit
+def pair_mask(level, levels, BLOCKED: tl.constexpr, C: tl.constexpr):
+    """Pairs of a level ``[C, C]``, on both sides of the diagonal: those whose tokens differ first in bit 5 - level;
+    last, where blocks are allowed, those inside one block of 16 tokens."""
+    shift = 5 - level
+    same = 1
+    if BLOCKED:
+        shift = tl.where(level < levels - 1, shift, 4)
+        same = tl.where(level < levels - 1, 1, 0)
+    i = tl.arange(0, C) >> shift
+    return (i[:, None] ^ i[None, :]) == same
+
+
+@triton.jit
+def factors(total_ptr, tile, level, cols, K: tl.constexpr, levels, BLOCKED: tl.constexpr,
+            C: tl.constexpr):  # fmt: skip
+    """Factors of rows and of columns at a level, ``[C, cols]``: ``exp2`` of the span to the level's origin.
+
+    The origin is the last token of the left half, or the token before a block of the diagonal.
+    """
+    rows = tl.arange(0, C)
+    origin = (rows >> (6 - level) << (6 - level)) + (32 >> level) - 1
+    shift = 0.0
+    most = 0.0
+    if BLOCKED:
+        last = level == levels - 1
+        origin = tl.where(last, (rows >> 4 << 4) - 1, origin)
+        shift = tl.where(last, HALF_SPAN, 0.0)
+        most = tl.where(last, 4.0 * HALF_SPAN, 0.0)
+    base = total_ptr + tile * C * K + cols[None, :]
+    total = tl.load(base + rows[:, None] * K)
+    start = tl.load(base + origin[:, None] * K, mask=origin[:, None] >= 0, other=0.0)
+    span = total - start
+    return tl.exp2(tl.minimum(span, 0.0) + shift), tl.exp2(tl.minimum(-span, most) - shift)
+
+
+@triton.jit
+def unit_lower_inverse(a, doublings, C: tl.constexpr, PREC: tl.constexpr):
+    """``(I + a)⁻¹`` of a strictly lower triangular ``a [C, C]``, fp32; ``doublings`` is log2 C."""
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    x = tl.where(i == j, 1.0, 0.0) - tl.where((i ^ j) == 1, a, 0.0)
+    for level in range(1, doublings):
+        x -= tl.dot(x, tl.dot(tl.where(((i ^ j) >> level) == 1, a, 0.0), x, input_precision=PREC), input_precision=PREC)
+    return x
+
+
+@triton.jit
+def kda_gate_kernel(
+    g_ptr, a_log_ptr, bias_ptr, table_ptr, total_ptr, lower, HV,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """Running sums of log2-decays inside one chunk of one value head: ``total [.., C, K]`` in fp32."""
+    kb = tl.program_id(0)
+    hv = tl.program_id(1)
+    chunk = tl.program_id(2).to(tl.int64)
+    start = tl.load(table_ptr + 2 * chunk)
+    end = tl.load(table_ptr + 2 * chunk + 1)
+    rows = tl.arange(0, C)
+    valid = start + rows < end
+    tokens = (start + rows).to(tl.int64)
+    cols = kb * BK + tl.arange(0, BK)
+    raw = load_rows(g_ptr, tokens, valid, hv, HV, cols, K)
+    bias = 0.0
+    speed = 1.0
+    if GATE != GIVEN:
+        bias = tl.load(bias_ptr + hv * K + cols).to(tl.float32)[None, :]
+        speed = tl.exp(tl.load(a_log_ptr + hv).to(tl.float32))
+    decay = tl.where(valid[:, None], log2_decay(raw, bias, speed, lower, GATE), 0.0)
+    at = ((chunk * HV + hv) * C + rows[:, None]) * K + cols[None, :]
+    tl.store(total_ptr + at, tl.cumsum(decay, 0))
+
+
+@triton.jit
+def kda_prepare_kernel(
+    q_ptr, k_ptr, v_ptr, beta_ptr, total_ptr, table_ptr,
+    w_ptr, u_ptr, qe_ptr, ke_ptr, p_ptr, inverse_ptr, norms_ptr,
+    scale, HV, G, levels, doublings,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    BLOCKED: tl.constexpr, SIGMOID: tl.constexpr, BACKWARD: tl.constexpr, PREC: tl.constexpr, SOLVE: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one value head: w, u, decayed q and k, the reads P.
+
+    Writes w, qe, ke ``[.., C, K]``, u ``[.., C, V]``, p ``[.., C, C]`` in q's dtype; with BACKWARD also the inverse
+    ``[.., C, C]`` in q's dtype and the factors 1/norm of q and k ``[.., 2, C]`` in fp32. ``levels`` and ``doublings``
+    are arguments, not constants, so that their loops stay loops: unrolled, they need registers that there are not.
+    """
+    hv = tl.program_id(0)
+    chunk = tl.program_id(1).to(tl.int64)
+    tile = chunk * HV + hv
+    head = hv // G
+    H = HV // G
+    start = tl.load(table_ptr + 2 * chunk)
+    end = tl.load(table_ptr + 2 * chunk + 1)
+    rows = tl.arange(0, C)
+    valid = start + rows < end
+    tokens = (start + rows).to(tl.int64)
+    narrow = w_ptr.dtype.element_ty
+    beta = load_beta(beta_ptr, tokens, valid, hv, HV, SIGMOID)
+    i = rows[:, None]
+    j = rows[None, :]
+
+    between = tl.zeros((C, C), tl.float32)
+    reads = tl.zeros((C, C), tl.float32)
+    q_squares = tl.zeros((C,), tl.float32)
+    k_squares = tl.zeros((C,), tl.float32)
+    for level in range(levels):
+        some = tl.zeros((C, C), tl.float32)
+        more = tl.zeros((C, C), tl.float32)
+        for kb in range(K // BK):
+            cols = kb * BK + tl.arange(0, BK)
+            q = load_rows(q_ptr, tokens, valid, head, H, cols, K)
+            k = load_rows(k_ptr, tokens, valid, head, H, cols, K)
+            if level == 0:
+                q_squares += tl.sum(q * q, 1)
+                k_squares += tl.sum(k * k, 1)
+                if not BLOCKED:
+                    reads += tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
+            above, below = factors(total_ptr, tile, level, cols, K, levels, BLOCKED, C)
+            kf = tl.trans((k * below).to(narrow))
+            some = tl.dot((k * above).to(narrow), kf, some, input_precision=PREC)
+            more = tl.dot((q * above).to(narrow), kf, more, input_precision=PREC)
+        mask = pair_mask(level, levels, BLOCKED, C)
+        between += tl.where(mask, some, 0.0)
+        reads += tl.where(mask, more, 0.0)
+
+    q_norm = scale / tl.sqrt(q_squares + NORM_EPS)
+    k_norm = 1.0 / tl.sqrt(k_squares + NORM_EPS)
+    square = tile * C * C + i * C + j
+    reads = tl.where(i >= j, reads, 0.0)
+    tl.store(p_ptr + square, (reads * q_norm[:, None] * k_norm[None, :]).to(narrow))
+    between = tl.where(i > j, between * (beta * k_norm)[:, None] * k_norm[None, :], 0.0)
+    inverse = unit_lower_inverse(between, doublings, C, SOLVE).to(narrow)
+    if BACKWARD:
+        tl.store(inverse_ptr + square, inverse)
+        tl.store(norms_ptr + tile * 2 * C + rows, q_norm)
+        tl.store(norms_ptr + tile * 2 * C + C + rows, k_norm)
+
+    for vb in range(V // BV):
+        cols = vb * BV + tl.arange(0, BV)
+        v = load_rows(v_ptr, tokens, valid, hv, HV, cols, V)
+        u = tl.dot(inverse, (v * beta[:, None]).to(narrow), input_precision=PREC)
+        tl.store(u_ptr + (tile * C + i) * V + cols[None, :], u.to(narrow))
+    for kb in range(K // BK):
+        cols = kb * BK + tl.arange(0, BK)
+        at = (tile * C + i) * K + cols[None, :]
+        total = tl.load(total_ptr + at)
+        whole = tl.load(total_ptr + (tile * C + C - 1) * K + cols)
+        k = load_rows(k_ptr, tokens, valid, head, H, cols, K) * k_norm[:, None]
+        e = tl.exp2(total)
+        w = tl.dot(inverse, (k * e * beta[:, None]).to(narrow), input_precision=PREC)
+        tl.store(w_ptr + at, w.to(narrow))
+        tl.store(ke_ptr + at, (k * tl.exp2(whole[None, :] - total)).to(narrow))
+        q = load_rows(q_ptr, tokens, valid, head, H, cols, K) * q_norm[:, None]
+        tl.store(qe_ptr + at, (q * e).to(narrow))
+
+
+@triton.jit
+def kda_scan_kernel(
+    w_ptr, u_ptr, qe_ptr, ke_ptr, p_ptr, total_ptr, table_ptr, doc_ptr, initial_ptr, final_ptr, o_ptr, states_ptr, HV,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    WITH_INITIAL: tl.constexpr, WITH_FINAL: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr,
+    PREC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One document, value head and block of value columns: the state from chunk to chunk, in fp32.
+
+    OUTPUT writes ``o [tokens, HV, V]``. STATES writes the state before each chunk ``[.., K, V]`` in w's dtype and
+    replaces u by the new values ``u - w S``.
+    """
+    vb = tl.program_id(0)
+    hv = tl.program_id(1)
+    doc = tl.program_id(2)
+    first = tl.load(doc_ptr + doc)
+    last = tl.load(doc_ptr + doc + 1)
+    rows = tl.arange(0, C)
+    keys = tl.arange(0, K)
+    cols = vb * BV + tl.arange(0, BV)
+    narrow = w_ptr.dtype.element_ty
+    corner = (doc.to(tl.int64) * HV + hv) * K * V + keys[:, None] * V + cols[None, :]
+    state = tl.zeros((K, BV), tl.float32)
+    if WITH_INITIAL:
+        state += tl.load(initial_ptr + corner).to(tl.float32)
+    for chunk in tl.range(first, last, num_stages=STAGES):
+        tile = tl.cast(chunk, tl.int64) * HV + hv
+        wide = (tile * C + rows[:, None]) * K + keys[None, :]
+        w = tl.load(w_ptr + wide)
+        ke = tl.load(ke_ptr + wide)
+        at_u = (tile * C + rows[:, None]) * V + cols[None, :]
+        u = tl.load(u_ptr + at_u)
+        decay = tl.exp2(tl.load(total_ptr + (tile * C + C - 1) * K + keys))
+        rounded = state.to(narrow)
+        new = (u - tl.dot(w, rounded, input_precision=PREC)).to(narrow)
+        if STATES:
+            tl.store(states_ptr + (tile * K + keys[:, None]) * V + cols[None, :], rounded)
+            tl.store(u_ptr + at_u, new)
+        if OUTPUT:
+            qe = tl.load(qe_ptr + wide)
+            p = tl.load(p_ptr + tile * C * C + rows[:, None] * C + rows[None, :])
+            o = tl.dot(qe, rounded, input_precision=PREC)
+            o = tl.dot(p, new, o, input_precision=PREC)
+            start = tl.load(table_ptr + 2 * chunk)
+            end = tl.load(table_ptr + 2 * chunk + 1)
+            at = ((start + rows).to(tl.int64)[:, None] * HV + hv) * V + cols[None, :]
+            tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), mask=(start + rows < end)[:, None])
+        state = tl.dot(tl.trans(ke), new, state * decay[:, None], input_precision=PREC)
+    if WITH_FINAL:
+        tl.store(final_ptr + corner, state)

@@ -1,0 +1,151 @@
+"""Dispatch, experts and combine in pieces, so that one piece travels while another is computed.
+
+The tokens of a micro-batch are cut into chunks. All dispatches are started at once; each chunk's experts run when its
+rows are there, and its way back starts at once; the sums wait at the end. An exchange is two nodes of the graph: one
+starts it, one waits. Backward turns them round: the waiting node starts the gradient's exchange, the starting node
+waits for it. Nodes run in the reverse order of their making, so all gradients of combines are under way before the
+first chunk's experts run backward, and no gradient of a dispatch is waited for before all experts are done.
+
+On CUDA the exchanges run on the collective library's own stream, on the CPU in gloo's threads.
+Legend: T tokens of this rank, C chunks, K experts per token, E experts, L = E / ep local experts, N rows received, H
+hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from shardwright.runtime.experts.balance import rows_of_experts
+from shardwright.runtime.experts.dispatch import Route, inverse, route_of
+
+COMPUTE, WAIT = "experts:compute", "experts:wait"
+"""Names in a profile: a chunk's products, and the host's waits for exchanges."""
+Compute = Callable[[Tensor, Route], Tensor]
+
+
+@dataclass
+class Flight:
+    """One exchange under way, forward or backward, and what must stay alive until it lands."""
+
+    send: list[int]
+    receive: list[int]
+    group: dist.ProcessGroup
+    work: Any = None
+    held: Tensor | None = None
+    landed: Tensor | None = None
+
+    def start(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """Begin to exchange rows; what comes back is filled when :meth:`wait` returns."""
+        self.held = rows.contiguous()
+        self.landed = rows.new_empty((sum(receive), *rows.shape[1:]))
+        self.work = dist.all_to_all_single(self.landed, self.held, receive, send, group=self.group, async_op=True)
+        return self.landed
+
+    def wait(self) -> Tensor:
+        """The rows that came, for the current stream."""
+        with record_function(WAIT):
+            self.work.wait()
+        landed = self.landed
+        assert landed is not None
+        self.work = self.held = self.landed = None
+        return landed
+
+
+class _Start(torch.autograd.Function):
+    """Rows leave; in backward their gradient has come back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        return flight.start(rows, flight.send, flight.receive)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.flight.wait(), None
+
+
+class _Finish(torch.autograd.Function):
+    """Rows have come; in backward their gradient leaves. What it returns only keeps the place of what is under way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        return flight.wait().view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        flight: Flight = ctx.flight
+        flight.start(gradients[0], flight.receive, flight.send)
+        return gradients[0], None
+
+
+def plan_routes(chunks: tuple[Tensor, ...], num_experts: int, ep: int, group: dist.ProcessGroup) -> tuple[Route, ...]:
+    """A route for each chunk's choices [t, K], with one exchange of counts and one copy to the host for all."""
+    counts = torch.stack([rows_of_experts(chunk, num_experts) for chunk in chunks])
+    leaving = counts.view(len(chunks), ep, -1).transpose(0, 1).contiguous()
+    arriving = torch.empty_like(leaving)
+    dist.all_to_all_single(arriving, leaving, group=group)
+    both = torch.stack((leaving, arriving)).tolist()
+    return tuple(
+        route_of(
+            chunk,
+            counts[place],
+            arriving[:, place],
+            [rank[place] for rank in both[0]],
+            [rank[place] for rank in both[1]],
+        )
+        for place, chunk in enumerate(chunks)
+    )
+
+
+def in_chunks(
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    compute: Compute,
+    *,
+    chunks: int,
+    num_experts: int,
+    ep: int,
+    group: dist.ProcessGroup,
+    weigh_inputs: bool,
+) -> tuple[Tensor, Tensor]:
+    """[T, H], [T, K], [T, K] → [T, H] and the rows [E] that this rank sent.
+
+    Args:
+        compute: rows [N, H] of the local experts, grouped, → [N, H].
+        chunks: C; all ranks have the same.
+        weigh_inputs: routing weights multiply what an expert gets, not what it gives.
+    """
+    parts = top_k_index.tensor_split(chunks)
+    routes = plan_routes(parts, num_experts, ep, group)
+    top_k = top_k_index.shape[-1]
+    weights = top_k_weights.tensor_split(chunks)
+    out_there: list[tuple[Tensor, Flight]] = []
+    for tokens, given, route in zip(hidden.tensor_split(chunks), weights, routes, strict=True):
+        rows = tokens[route.order // top_k]
+        if weigh_inputs:
+            rows = rows * given.reshape(-1, 1)[route.order].to(rows.dtype)
+        flight = Flight(route.send, route.receive, group)
+        out_there.append((_Start.apply(rows, flight), flight))
+    coming_back: list[tuple[Tensor, Flight]] = []
+    for route, (rows, flight) in zip(routes, out_there, strict=True):
+        rows = _Finish.apply(rows, flight)
+        with record_function(COMPUTE):
+            grouped = rows if route.by_expert is None else rows[route.by_expert]
+            done = compute(grouped, route)
+            done = done if route.by_expert is None else done[inverse(route.by_expert)]
+        back = Flight(route.receive, route.send, group)
+        coming_back.append((_Start.apply(done, back), back))
+    sums = []
+    for given, route, (rows, flight) in zip(weights, routes, coming_back, strict=True):
+        rows = _Finish.apply(rows, flight)[inverse(route.order)].view(*given.shape, hidden.shape[-1])
+        sums.append((rows.sum(1) if weigh_inputs else (rows * given.unsqueeze(-1)).sum(1)).to(hidden.dtype))
+    return torch.cat(sums), torch.stack([route.counts for route in routes]).sum(0)

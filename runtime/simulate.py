@@ -1,0 +1,157 @@
+"""Rank 0 of a world that does not exist: FSDP2 on a fake process group over fake tensors, its memory by kind.
+
+No device, no weights, no other rank: the model is built, adapted and sharded as a run does it, one micro-batch goes
+forward and backward, and FSDP2's own tracker says what rank 0 held at its fullest. Routing is even (there are no
+values to route by), so what this checks of a cost model are the static and the gathered bytes, not the imbalance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+from shardwright.checkpoints.build import build_on_meta
+from shardwright.runtime.checkpointing import checkpoint_layers
+from shardwright.runtime.device import Device
+from shardwright.runtime.experts import module as expert_module
+from shardwright.runtime.experts.balance import LoadMeter
+from shardwright.runtime.experts.dispatch import Route
+from shardwright.runtime.lora.inject import inject
+from shardwright.runtime.losses import summed_loss
+from shardwright.runtime.mesh import open_mesh
+from shardwright.runtime.parallelize import DTYPES, decoder_layers, shard
+from shardwright.schemas.errors import ClusterError
+from shardwright.schemas.lora import LoraTarget
+from shardwright.schemas.recipe import Recipe
+from shardwright.schemas.strategy import ParallelStrategy
+
+SHARDED, UNSHARDED, GATHERS = "Sharded Param", "Unsharded Param", "All Gather"
+"""Kinds as FSDP2's tracker calls them."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Bytes of rank 0 at its fullest, as FSDP2's tracker names them."""
+
+    by_kind: dict[str, int]
+    """At the fullest moment of all."""
+    gathered: int
+    """Most of unsharded parameters and all-gather buffers at any module's begin or end."""
+
+    @property
+    def sharded(self) -> int:
+        """Base and adapters that the rank keeps."""
+        return self.by_kind.get(SHARDED, 0)
+
+
+def simulate(
+    checkpoint: Path,
+    recipe: Recipe,
+    strategy: ParallelStrategy,
+    targets: tuple[LoraTarget, ...],
+    *,
+    layers: int | None = None,
+) -> Simulated:
+    """One micro-batch of rank 0 of ``strategy.mesh.world_size`` ranks.
+
+    Args:
+        checkpoint: only its config.json is read.
+        layers: keep only the first so many layers (targets beyond them are left out).
+
+    Raises:
+        ClusterError: ``process-group`` where this process belongs to a real one.
+    """
+    if dist.is_initialized():
+        raise ClusterError(
+            "process-group",
+            "this process is already in a process group",
+            where="simulate",
+            next_action="simulate in a process of its own",
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    world = strategy.mesh.world_size
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        model = _sharded(checkpoint, recipe, strategy, targets, layers)
+        return _tracked(model, recipe, strategy)
+    finally:
+        dist.destroy_process_group()
+
+
+def _sharded(
+    checkpoint: Path, recipe: Recipe, strategy: ParallelStrategy, targets: tuple[LoraTarget, ...], layers: int | None
+) -> nn.Module:
+    device = Device("cpu", torch.device("cpu"), "fake")
+    ranks = open_mesh(strategy.mesh, device)
+    model = build_on_meta(checkpoint, DTYPES[recipe.precision.base])
+    if layers is not None:
+        for name, _ in list(decoder_layers(model).items())[layers:][::-1]:
+            parent, _, index = name.rpartition(".")
+            del model.get_submodule(parent)[int(index)]  # type: ignore[operator]
+    present = dict(model.named_parameters())
+    chosen = tuple(target for target in targets if target.parameter in present)
+    meter = LoadMeter()
+    family = str(model.config.model_type)  # type: ignore[union-attr]
+    inject(
+        model, chosen, model_type=family, ranks=ranks, meter=meter, dropout=0.0, dtype=DTYPES[recipe.precision.adapter]
+    )
+    if strategy.checkpointing == "full":
+        checkpoint_layers(list(decoder_layers(model).values()), meter)
+    shard(model, strategy, recipe.precision, ranks)
+    return model
+
+
+def _tracked(model: nn.Module, recipe: Recipe, strategy: ParallelStrategy) -> Simulated:
+    rows = (strategy.micro_batch_sequences, recipe.batch.sequence_tokens)
+    with FakeTensorMode(allow_non_fake_inputs=True), even_routing():
+        model.to_empty(device="cpu")
+        ids = torch.zeros(rows, dtype=torch.int64)
+        tracker = FSDPMemTracker(model)
+        tracker.track_inputs((ids,))
+        with tracker:
+            summed_loss(model, ids).backward()
+        peak = _kinds(tracker.get_tracker_snapshot("peak"))
+    seen = [
+        _kinds(one)
+        for stats in tracker.memory_tracking.values()
+        for snapshots in stats.snapshots.values()
+        for one in snapshots
+    ]
+    return Simulated(peak, max((one.get(UNSHARDED, 0) + one.get(GATHERS, 0) for one in seen), default=0))
+
+
+def _kinds(snapshot: dict[torch.device, dict[Any, int]]) -> dict[str, int]:
+    found = snapshot.get(torch.device("cpu"), {})
+    return {str(getattr(kind, "value", kind)): int(size) for kind, size in found.items()}
+
+
+@contextmanager
+def even_routing() -> Iterator[None]:
+    """Every expert gets as many rows as any other: fake tensors hold no values to choose by."""
+    before = expert_module.plan_route
+    expert_module.plan_route = _even_route
+    try:
+        yield
+    finally:
+        expert_module.plan_route = before
+
+
+def _even_route(top_k_index: Tensor, num_experts: int, ep: int, group: Any) -> Route:
+    flat = top_k_index.reshape(-1)
+    order, total, local = torch.argsort(flat, stable=True), flat.numel(), num_experts // ep
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+    sizes = [total * (i + 1) // local - total * i // local for i in range(local)]
+    if ep == 1:
+        return Route(order, counts, [], [], None, sizes, counts)
+    parts = [total * (i + 1) // ep - total * i // ep for i in range(ep)]
+    return Route(order, counts, parts, parts, order if local > 1 else None, sizes, counts[:local])

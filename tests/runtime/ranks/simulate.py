@@ -1,0 +1,38 @@
+"""Rank 0 of a mesh on fake tensors: ``simulate.py CHECKPOINT SHARD EP`` prints bytes, and the cost model's, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from shardwright.checkpoints.profile import profile_checkpoint
+from shardwright.checkpoints.targets import parameter_shapes, resolve_targets
+from shardwright.runtime.simulate import simulate
+from shardwright.schemas.recipe import BatchSpec, DataSpec, LoraSpec, PrecisionSpec, Recipe
+from shardwright.schemas.strategy import Mesh, ParallelStrategy
+from shardwright.search_spaces.catalogue import load_cluster
+from shardwright.search_spaces.cost import estimate
+
+
+def main() -> None:
+    folder, shard, ep = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    mesh = Mesh(shard=shard, ep=ep)
+    recipe = Recipe(
+        data=DataSpec(train="train.jsonl", held_out="held_out.jsonl"),
+        batch=BatchSpec(sequence_tokens=64, global_batch_sequences=mesh.data_ranks),
+        precision=PrecisionSpec(base="bfloat16", adapter="float32"),
+        lora=LoraSpec(targets=("attention", "experts"), rank=8),
+    )
+    targets = resolve_targets(parameter_shapes(folder), recipe.lora, model_type="qwen3_moe")
+    strategy = ParallelStrategy(mesh=mesh, checkpointing="full")
+    found = simulate(folder, recipe, strategy, targets)
+    cluster = load_cluster("h200-8")
+    report = estimate(profile_checkpoint(folder), recipe, cluster, strategy, targets)
+    model = {one.name: one.bytes for one in report.memory.components}
+    kept = {"sharded": found.sharded, "gathered": found.gathered}
+    sys.stdout.write(json.dumps({**kept, "kinds": found.by_kind, "model": model}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

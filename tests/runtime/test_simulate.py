@@ -1,0 +1,49 @@
+"""Rank 0 of eight on a fake process group: FSDP2's tracker holds the cost model's static and gathered bytes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+RANKS = Path(__file__).resolve().parent / "ranks"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+    )
+    folder = tmp_path_factory.mktemp("simulated")
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shard", "ep"), [(8, 1), (2, 4)])
+def test_static_and_gathered_bytes_are_the_cost_models(checkpoint: Path, shard: int, ep: int) -> None:
+    words = [sys.executable, str(RANKS / "simulate.py"), str(checkpoint), str(shard), str(ep)]
+    done = subprocess.run(["timeout", "-k", "5", "120", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    model = found["model"]
+    static = model["frozen_base"] + model["adapter_parameters"]
+    assert found["sharded"] == pytest.approx(static, rel=0.005)
+    least = model["gathered_root"] + model["gather_buffers"] / 2
+    most = model["gathered_root"] + model["gather_buffers"] + model["gather_staging"]
+    assert 0.95 * least <= found["gathered"] <= 1.05 * most

@@ -1,0 +1,130 @@
+"""How long a node may take. One that takes longer ends with a typed cause, and the run stays before it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+from shardwright.schemas.errors import RunError, UsageError
+
+T = TypeVar("T")
+
+DEFAULT_S: Mapping[str, float] = {
+    "ingest": 1800,
+    "structure": 7200,
+    "propose": 1800,
+    "search": 7200,
+    "join": 1800,
+    "check": 1800,
+    "report": 1800,
+}
+"""Seconds. Training, its export and a reviewer take as long as they take, unless a limit is given for them."""
+UNLIMITED = "review"
+
+LEFT_BEHIND: list[threading.Thread] = []
+"""Threads whose time was over. A process with one of them must end without waiting for it: it may be in native code."""
+
+
+def parse_limits(words: Sequence[str], nodes: Sequence[str]) -> dict[str, float]:
+    """``NODE=SECONDS`` words over the defaults.
+
+    Raises:
+        UsageError: ``bad-time-limit``, naming the nodes that may have one.
+    """
+    found = dict(DEFAULT_S)
+    allowed = [node for node in nodes if node != UNLIMITED]
+    for word in words:
+        node, _, text = word.partition("=")
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = 0.0
+        if node not in allowed or not 0 < seconds < float("inf"):
+            raise UsageError(
+                "bad-time-limit",
+                f"{word!r} is not NODE=SECONDS",
+                where="--time-limit",
+                next_action=f"write structure=600, for example; nodes: {', '.join(allowed)}",
+            )
+        found[node] = seconds
+    return found
+
+
+def limited(node: str, seconds: float | None, work: Callable[[], T]) -> T:
+    """Do the work of a node, in a thread of its own that is left behind when its time is over.
+
+    What a left thread still writes is content-addressed and does no harm; it dies with the process.
+
+    Raises:
+        RunError: ``timed-out``.
+    """
+    if seconds is None:
+        return work()
+    worker = _Worker(work)
+    worker.start()
+    worker.join(seconds)
+    if worker.is_alive():
+        LEFT_BEHIND.append(worker)
+        raise late(node, seconds)
+    if worker.error is not None:
+        raise worker.error
+    return worker.results[0]
+
+
+class _Worker(threading.Thread, Generic[T]):
+    """One call whose result or error waits for whoever started it."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        super().__init__(daemon=True)
+        self.work = work
+        self.results: list[T] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.results.append(self.work())
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            self.error = error
+
+
+@contextmanager
+def interrupted_after(node: str, seconds: float | None) -> Iterator[None]:
+    """Interrupt this process's main thread when the time is over, so that workers save before they stop.
+
+    Raises:
+        RunError: ``timed-out`` in place of the interrupt.
+    """
+    if seconds is None:
+        yield
+        return
+    over = threading.Event()
+
+    def ring() -> None:
+        over.set()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(seconds, ring)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if over.is_set():
+            raise late(node, seconds) from error
+        raise
+    finally:
+        timer.cancel()
+
+
+def late(node: str, seconds: float) -> RunError:
+    """The cause of a node that took too long."""
+    return RunError(
+        "timed-out",
+        f"{node} took longer than {seconds:g} s",
+        where=node,
+        next_action=f"start the same command again, with --time-limit {node}=SECONDS for more; what was done is kept",
+    )
