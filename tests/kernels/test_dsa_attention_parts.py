@@ -110,7 +110,7 @@ def test_dense_is_chosen_where_it_is_the_same_function_or_faster() -> None:
     short = choose(8192, 2048, H200, training=True, dense_is_meant=True)
     assert short.path == "dense" and short.dense_ms == pytest.approx(2.43 + 7.73) and "10.2 ms dense" in short.reason
     long = choose(32_768, 2048, H200, training=True, dense_is_meant=True)
-    assert long.path == "sparse" and long.sparse_ms == pytest.approx(20.8 + 84.8 + 22.4)
+    assert long.path == "sparse" and long.sparse_ms == pytest.approx(20.8 + 84.8 + 21.3)
     unknown = choose(8192, 2048, "another device", training=True, dense_is_meant=True)
     assert unknown.path == "sparse" and "no times were measured" in unknown.reason
 

@@ -30,9 +30,11 @@ def propose(region: str, nodes: list[str] | None = None) -> dict[str, Any]:
 
 def test_a_proposed_region_is_certified_like_any_other(gpt_oss: SimpleNamespace, talk: Callable[..., Any]) -> None:
     advisor = gpt_oss.advisor()
-    show = message(calls=[("show_region", {"region": "region-1"}), ("find_similar", {"region": "region-1"})])
-    named = message(calls=[("name_region", {"region": "region-1", "words": "softmax\nwith a \u202esink"})])
-    chat, served = talk(in_turn([LIST, show, named, propose("region-1"), FINISH]))
+    name = next(n for n, r in advisor.regions.items() if "softmax" in {node.target for node in r.op_nodes})
+    show = message(calls=[("show_region", {"region": name}), ("find_similar", {"region": name})])
+    named = message(calls=[("name_region", {"region": name, "words": "softmax\nwith a \u202esink"})])
+    end = message(calls=[("finish", {"order": [name], "reason": "largest waste first"})])
+    chat, served = talk(in_turn([LIST, show, named, propose(name), end]))
     assert advisor.run(chat).why == "complete"
     (proposal,) = advisor.advice.proposals
     assert proposal.certificate.legal and len(proposal.certificate.obligations) == 11
