@@ -121,8 +121,7 @@ def transformers_config(config: ModelConfig) -> Any:
     for size in ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads"):
         config.count(size)
     if own := OWN_MODELS.get(config.model_type):
-        document = config.raw.get(own.nested) if own.nested else config.raw
-        inert = inert_config(document if isinstance(document, dict) else {}, frozenset())
+        inert = inert_config(config.raw, frozenset())
         return own.config_class()(**{name: value for name, value in inert.items() if name != "model_type"})
     config_class = CONFIG_MAPPING[config.model_type]
     try:

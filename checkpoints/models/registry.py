@@ -13,8 +13,6 @@ class OwnModel:
 
     model_path: str
     config_path: str
-    nested: str = ""
-    """Where config.json keeps the part that the configuration class reads; empty for the whole document."""
 
     def model_class(self) -> Any:
         return _load(self.model_path)
@@ -24,9 +22,7 @@ class OwnModel:
 
 
 OWN_MODELS: dict[str, OwnModel] = {
-    "kimi_k3": OwnModel(
-        "kimi_k3.model:KimiK3ForConditionalGeneration", "kimi_k3.configuration:KimiK3TextConfig", nested="text_config"
-    ),
+    "kimi_k3": OwnModel("kimi_k3.model:KimiK3ForConditionalGeneration", "kimi_k3.configuration:KimiK3Config"),
 }
 """Outer ``model_type`` of config.json → model."""
 

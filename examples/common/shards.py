@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "BF16": np.dtype("<u2")}
+DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "BF16": np.dtype("<u2"), "U8": np.dtype("u1")}
 """safetensors name → storage; numpy has no bfloat16, its bits are kept as 16-bit integers."""
 
 

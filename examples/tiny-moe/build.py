@@ -18,6 +18,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.building import main
+from common.grammar import documents
 from common.shards import write_json, write_sharded
 from common.tokenizer import byte_alphabet, write_tokenizer
 
@@ -87,23 +88,6 @@ def tensors() -> Iterator[tuple[str, str, np.ndarray]]:
             yield f"{prefix}.block_sparse_moe.experts.{expert}.w3.weight", *linear(F, H)
     yield "model.norm.weight", *norm()
     yield "lm_head.weight", *linear(V, H)
-
-
-def documents(seed: int, count: int) -> Iterator[str]:
-    """Short texts of a fixed grammar, so that a loss can fall."""
-    bits = np.random.PCG64(seed)
-    slots = (
-        ("the worker", "the router", "a shard", "the plan", "an expert", "the mesh"),
-        ("sends", "holds", "reads", "merges", "checks", "loads"),
-        ("a token", "the weights", "a gradient", "the index", "an adapter", "the batch"),
-        ("on rank zero", "on rank one", "in memory", "on disk", "after the step", "before the step"),
-    )
-    for _ in range(count):
-        sentences = [
-            " ".join(choices[bits.random_raw() % len(choices)] for choices in slots)
-            for _ in range(2 + bits.random_raw() % 4)
-        ]
-        yield ". ".join(sentences) + ".\n"
 
 
 def make(folder: Path) -> None:

@@ -75,6 +75,20 @@ class KimiK3TextConfig(PreTrainedConfig):
         self.a_log_size = linear.get("a_log_size", -(-self.linear_num_heads // 128) * 128)
 
 
+class KimiK3Config(PreTrainedConfig):
+    """The whole document: the language model's sizes lie in ``text_config``."""
+
+    model_type = "kimi_k3"
+    sub_configs = {"text_config": KimiK3TextConfig}
+
+    def __init__(self, text_config: Any = None, **fields: Any) -> None:
+        if isinstance(text_config, dict):
+            names = ("model_type", "architectures")
+            text_config = KimiK3TextConfig(**{k: v for k, v in text_config.items() if k not in names})
+        self.text_config = KimiK3TextConfig() if text_config is None else text_config
+        super().__init__(**fields)
+
+
 def _contradiction(what: str) -> CheckpointError:
     return CheckpointError(
         "config-contradiction", what, where="config.json", next_action="fetch config.json of this checkpoint again"

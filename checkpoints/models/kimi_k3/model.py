@@ -14,10 +14,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from shardwright.checkpoints.models.kimi_k3.attention import DeltaAttention, GatedLatentAttention
-from shardwright.checkpoints.models.kimi_k3.configuration import KimiK3TextConfig
+from shardwright.checkpoints.models.kimi_k3.configuration import KimiK3Config, KimiK3TextConfig
 from shardwright.checkpoints.models.kimi_k3.feed_forward import FeedForward, LatentMoE
+from shardwright.checkpoints.models.kimi_k3.names import register
 from shardwright.checkpoints.models.kimi_k3.norms import RMSNorm
 from shardwright.checkpoints.models.kimi_k3.residuals import add, append, mix
+
+register(KimiK3TextConfig.model_type)
 
 
 class KimiK3DecoderLayer(GradientCheckpointingLayer):
@@ -125,9 +128,11 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
 class KimiK3ForConditionalGeneration(KimiK3PreTrainedModel, GenerationMixin):
     """The language model under the name that the published files give it. Images are not read: text alone trains."""
 
-    def __init__(self, config: KimiK3TextConfig) -> None:
+    config_class = KimiK3Config
+
+    def __init__(self, config: KimiK3Config) -> None:
         super().__init__(config)
-        self.language_model = KimiK3ForCausalLM(config)
+        self.language_model = KimiK3ForCausalLM(config.text_config)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:

@@ -1,0 +1,57 @@
+"""examples/tiny-k3: the published layout in small, read, planned, trained on two ranks, exported and reloaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwright.checkpoints.headers import read_headers
+from shardwright.checkpoints.profile import profile_checkpoint
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny-k3"
+PROGRAM = [sys.executable, "-m", "shardwright.workflows.cli.main"]
+
+
+@pytest.fixture(scope="module")
+def k3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("k3")
+    subprocess.run([sys.executable, str(EXAMPLE / "build.py"), "--out", str(out)], check=True, capture_output=True)
+    return out
+
+
+def test_the_layout_is_the_published_one(k3: Path) -> None:
+    """Names, packing, fp32 side tensors, 1-indexed lists and padding as in the files of the 2.8T model."""
+    headers = read_headers(k3 / "checkpoint").tensors
+    expert = "language_model.model.layers.1.block_sparse_moe.experts.15"
+    shapes = {name: (headers[name].dtype, tuple(headers[name].shape)) for name in headers}
+    assert shapes[f"{expert}.w1.weight_packed"] == ("U8", (32, 16))
+    assert shapes[f"{expert}.w2.weight_scale"] == ("U8", (32, 1))
+    assert shapes["language_model.model.layers.0.self_attn.A_log"] == ("F32", (128,))
+    assert "language_model.model.layers.3.self_attn.q_a_proj.weight" in shapes, "layer 4 of the list is layers.3"
+    profile = profile_checkpoint(k3 / "checkpoint")
+    assert {one.format for one in profile.packing} == {"plain", "mxfp4"}
+    assert [(kind.name, kind.layer_indices) for kind in profile.layer_kinds] == [
+        ("linear-attention+dense", (0,)),
+        ("linear-attention+moe", (1, 2)),
+        ("mla+moe", (3, 4)),
+    ]
+
+
+@pytest.mark.slow
+def test_it_is_adapted_end_to_end(k3: Path, tmp_path: Path) -> None:
+    """From the packed checkpoint to an adapter that a fresh model loads; the loss of held-out text falls."""
+    words = ["adapt", k3 / "checkpoint", "-c", "cpu-2", "-r", k3 / "recipe.yaml", "--run-dir", tmp_path / "run"]
+    policy = ["--headless", "--policy", EXAMPLE / "policy.yaml"]
+    done = subprocess.run([*PROGRAM, *map(str, words + policy)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert len(run["checks"]) == 11 and all(one["passed"] for one in run["checks"])
+    targets = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert any("self_attn" in name for name in targets["target_modules"])
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    patterns = {one["pattern"] for one in plan["evidence"]["proposals"]}
+    assert {"rms_norm", "swiglu", "experts", "router", "latent_norm", "gated_rms_norm"} <= patterns
