@@ -80,10 +80,10 @@ def as_match(open_region: OpenRegion) -> Match:
     """
     inputs = {f"x{at}": i for at, i in enumerate(open_region.inputs)}
     outputs = {f"y{at}": i for at, i in enumerate(open_region.outputs)}
-    if any(open_region.canonical.by_id[i].output is None for i in outputs.values()):
+    if any(open_region.canonical.by_id[i].output is None for i in (*inputs.values(), *outputs.values())):
         raise LegalityError(
             "not-a-region",
-            "an output is several values at once",
+            "an input or output is several values at once",
             where=open_region.captured.kind,
             next_action="take in the nodes that read its parts",
         )

@@ -173,13 +173,14 @@ def re_trace(match: Match, facts: ModelFacts) -> tuple[Status, str]:
 def differential_test(match: Match, facts: ModelFacts) -> tuple[Status, str]:
     if match.seam:
         return "unknown", "the sum and the norm lie in two captures"
-    sizes, trained = match.pattern.sizes(match), match.pattern.gradients(match)
-    cases, whole = match.pattern.cases(match, sizes), Fp64Region(match.region, sizes)
+    trained = match.pattern.gradients(match)
 
     def region(values: Tensors) -> Tensors:
         return match.pattern.comparable(whole(values), match)
 
     try:
+        sizes = match.pattern.sizes(match)
+        cases, whole = match.pattern.cases(match, sizes), Fp64Region(match.region, sizes)
         seen = compare(region, lambda v: match.pattern.oracle(v, match.constants), cases, trained)
         kernel = kernel_reference(match)
         beside = ""

@@ -71,6 +71,28 @@ def test_a_part_whose_inner_value_escapes_is_refused(gpt_oss: SimpleNamespace) -
         assert differential.status == "proved", "a part that is a region computes what it says"
 
 
+def test_a_value_of_several_parts_crosses_no_border(gpt_oss: SimpleNamespace) -> None:
+    """``max`` gives values and places; a region may not begin or end between it and what reads its parts."""
+    region = next(r for r in gpt_oss.regions if "getitem" in {n.target for n in r.op_nodes})
+    whole = next(n for n in region.op_nodes if n.target == "max")
+    inside = [n.id for n in region.op_nodes if n.id != whole.id]
+    with pytest.raises(LegalityError, match="several values at once"):
+        as_match(region.part(inside))
+
+
+def test_inputs_that_cannot_be_drawn_are_unknown_not_a_crash(
+    gpt_oss: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    match = gpt_oss.match("mul", "add", "cat")
+
+    def none_fits(*given: Any) -> Any:
+        raise RuntimeError("cannot reshape tensor of 0 elements")
+
+    monkeypatch.setattr(type(match.pattern), "cases", none_fits)
+    certificate = certify(match, gpt_oss.facts)
+    assert "differential-test: unknown (could not run in fp64" in certificate.refused_because()
+
+
 def test_a_wrong_meaning_is_refuted(gpt_oss: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     from shardwright.agents.llm import meaning
 
