@@ -10,7 +10,7 @@ from shardwright.schemas.base import CountInt, DecimalText, Model, NonNegative, 
 
 LlmMode = Literal["off", "advise", "required"]
 LlmEnd = Literal["complete", "budget", "failed"]
-SuggestionKind = Literal["rank", "name-region", "propose-region", "narrow-axis", "try-plan", "explain", "write-kernel"]
+SuggestionKind = Literal["rank", "name-region", "propose-region", "narrow-axis", "try-plan", "explain"]
 
 WORDS = 600
 """Characters of a model's own text that are kept of one suggestion."""

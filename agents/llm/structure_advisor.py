@@ -19,11 +19,13 @@ from shardwright.agents.llm.proposed import as_match
 from shardwright.agents.llm.redact import facts_only, operator_word, printable
 from shardwright.agents.llm.region_cost import gain, region_variants
 from shardwright.agents.llm.tools import Arguments, NoArguments, Tool, Toolbox
+from shardwright.agents.structure.capture import CAPTURE_ERRORS
 from shardwright.agents.structure.certify import certify
 from shardwright.agents.structure.facts import ModelFacts
 from shardwright.agents.structure.patterns import Match
 from shardwright.agents.structure.propose import Pairs
 from shardwright.agents.structure.rank import Target
+from shardwright.schemas.canonical import sha256_of
 from shardwright.schemas.errors import LegalityError
 from shardwright.schemas.fusion import FusionProposal, Region
 from shardwright.schemas.llm import Suggestion
@@ -184,10 +186,14 @@ class StructureAdvisor:
             match = as_match(region)
         except LegalityError as error:
             return f"not-a-region: {error.what}"
-        name = f"proposed-region:{region.captured.kind}:{region.nodes[0]}-{len(region.nodes)}"
+        nodes = sha256_of(list(region.nodes))[:8]
+        name = f"proposed-region:{region.captured.kind}:{region.nodes[0]}-{nodes}"
         if name in self.advice.matches:
             return "repeated: this region is proposed already"
-        certificate = certify(match, self.facts)
+        try:
+            certificate = certify(match, self.facts)
+        except CAPTURE_ERRORS as error:
+            return f"not-examined: {type(error).__name__} while its certificate was made"
         if not certificate.legal:
             return certificate.refused_because()
         faster = gain(region, "compile", self.target)

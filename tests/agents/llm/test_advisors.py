@@ -15,6 +15,7 @@ from shardwright.agents.llm.open_regions import OpenRegion
 from shardwright.agents.llm.proposed import as_match
 from shardwright.agents.llm.redact import facts_only, operator_word, printable
 from shardwright.agents.llm.scripted import Answer, Raw, Request, in_turn, message, serve
+from shardwright.agents.llm.structure_advisor import ProposeArguments
 from shardwright.agents.llm.wire import OpenAIWire
 from shardwright.agents.structure.certify import certify
 from shardwright.schemas.errors import LegalityError, LlmUnavailableError
@@ -69,6 +70,29 @@ def test_a_part_whose_inner_value_escapes_is_refused(gpt_oss: SimpleNamespace) -
             continue
         differential = next(o for o in certificate.obligations if o.name == "differential-test")
         assert differential.status == "proved", "a part that is a region computes what it says"
+
+
+def test_what_the_gates_cannot_examine_is_refused(gpt_oss: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(match: Any, facts: Any) -> Any:
+        raise IndexError("a hostile proposal found a hole")
+
+    monkeypatch.setattr("shardwright.agents.llm.structure_advisor.certify", breaks)
+    advisor = gpt_oss.advisor()
+    advisor.propose(ProposeArguments(region="region-1", nodes=[], reason="all"))
+    assert advisor.advice.proposals == []
+    assert advisor.advice.suggestions[0].because.startswith("not-examined: IndexError")
+
+
+def test_two_parts_of_one_size_are_two_proposals(gpt_oss: SimpleNamespace) -> None:
+    """Parts are told apart by all of their nodes, not by the first and how many there are."""
+    advisor = gpt_oss.advisor()
+    name, region = max(advisor.regions.items(), key=lambda item: len(item[1].nodes))
+    for left_out in range(1, len(region.nodes)):
+        nodes = [f"node-{at}" for at in range(len(region.nodes)) if at != left_out]
+        advisor.propose(ProposeArguments(region=name, nodes=nodes, reason="all but one"))
+    assert not any("repeated" in one.because for one in advisor.advice.suggestions)
+    parts = [part.nodes for _, part in advisor.advice.matches.values()]
+    assert len({(nodes[0], len(nodes)) for nodes in parts}) < len(parts), "some share first node and size"
 
 
 def test_a_value_of_several_parts_crosses_no_border(gpt_oss: SimpleNamespace) -> None:
