@@ -13,7 +13,8 @@ import workflow_fakes as fakes
 from shardwright.schemas.approval import find_approval, verify_approval
 from shardwright.schemas.canonical import sha256_file
 from shardwright.schemas.errors import ApprovalError
-from shardwright.schemas.plan import load_plan
+from shardwright.schemas.llm import LlmRecord, Suggestion
+from shardwright.schemas.plan import AdaptationPlan, load_plan
 from shardwright.schemas.policy import Policy
 from shardwright.workflows.review.session import ReviewSession
 
@@ -358,3 +359,22 @@ def test_a_replayed_approval_opens_nothing(client, server) -> None:
         find_approval(server.session.log, server.session.plan)
     server.session.log.write_bytes(line + line)
     assert "approval/broken-chain" in client.get("/").text
+
+
+def test_a_models_words_are_shown_as_its_own_and_escaped(tmp_path: Path) -> None:
+    plan = review_plans.plan_of(review_plans.many(2))
+    said = Suggestion(
+        kind="propose-region",
+        subject="region",
+        words="<script>alert(1)</script>",
+        accepted=False,
+        because="no-gain: 1.0",
+    )
+    record = LlmRecord(mode="advise", model="m", end="complete", said="fusions: complete", suggestions=(said,))
+    provenance = plan.evidence.provenance.model_copy(update={"llm_record": record})
+    path = tmp_path / "review" / "plan.json"
+    AdaptationPlan.seal(plan.decision, plan.evidence.model_copy(update={"provenance": provenance})).save(path)
+    page = browsing(serving(path)).get("/").text
+    assert "A language model advised: advise, m: fusions: complete; 0 of 1 suggestions accepted" in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page and "<script>alert" not in page
+    assert "no-gain: 1.0" in page
