@@ -32,6 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
         record_failure(options.run_dir, error)
         close(failed=True)
         return int(error.exit_code)
+    except BaseException:
+        close(failed=True)
+        raise
     close(failed=False)
     return int(ExitCode.OK)
 

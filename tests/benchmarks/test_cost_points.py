@@ -33,7 +33,7 @@ def test_points_of_one_model_stand_together() -> None:
     assert sum(a != b for a, b in itertools.pairwise(order)) == len(set(order)) - 1
 
 
-def test_a_miniature_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_miniature_is_measured() -> None:
     chosen = [point for point in shapes.tiny_points() if point.model == "qwen3-30b"][2:]
     lines = list(cost_points.run(chosen, torch.float32, 60.0, 60.0))
     assert [line.case for line in lines] == [point.case for point in chosen]
