@@ -3,25 +3,25 @@
     python benchmarks/agents.py rules [--families F ...]
     python benchmarks/agents.py cheating-kernels
     python benchmarks/agents.py new-fusions [--device cuda]
-    python benchmarks/agents.py endpoint --url URL --model NAME [--families F ...]
+    python benchmarks/agents.py compare [--endpoint NAME=MODEL@URL ...] [--real] [--families F ...]
+    python benchmarks/agents.py real-model
 
 ``rules`` labels regions by module classes, which the patterns never look at, and then plays a model that proposes
-everything: all open regions, and seeded random parts of them. ``endpoint`` scores any OpenAI-compatible server beside
-that. Lines go to ``benchmarks/results/``.
+everything: all open regions, and seeded random parts of them. ``compare`` puts any OpenAI-compatible servers beside
+that, and ``--real`` the small model of ``real-model``, which must be installed. Lines go to ``benchmarks/results/``.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from agents_model import FAMILIES, Opened, opened
+from agents_real import real_model
 from lines import append, line
 from written_kernels.cheats import CHEATS, HONEST
 
@@ -89,52 +89,48 @@ def sink_scores(model: Opened) -> Any:
     raise SystemExit("gpt_oss has no open region with scale, mask and sink")
 
 
-def endpoint(url: str, model: str, families: Sequence[str]) -> dict[str, float]:
-    """What a server adds to the rules: accepted regions, refused ones, tokens and seconds."""
-    from shardwright.agents.llm.advise import Session
-    from shardwright.agents.llm.endpoint import endpoint_from, key_of
-    from shardwright.agents.llm.wire import OpenAIWire
+def comparison(words: Sequence[str], families: Sequence[str], *, real: bool) -> None:
+    """Compare endpoints; write the table and one line each."""
+    from contextlib import ExitStack
 
-    named = endpoint_from(os.environ, url=url, model=model)
-    accepted = refused = tokens = failed = 0
-    begun = time.monotonic()
-    for family in families:
-        with tempfile.TemporaryDirectory() as folder:
-            advisor = opened(family, Path(folder)).advisor()
-            session = Session("advise", named, OpenAIWire(named, key_of(named, os.environ)))
-            if session.open():
-                session.consult("structure", advisor)
-            record = session.record(advisor.advice.suggestions)
-        accepted += len(advisor.advice.proposals)
-        refused += sum(s.kind == "propose-region" and not s.accepted for s in record.suggestions)
-        tokens += record.prompt_tokens + record.completion_tokens
-        failed += record.end != "complete"
-        sys.stderr.write(f"{family}: {record.text()}\n")
-    seconds = time.monotonic() - begun
-    return {"accepted": accepted, "refused": refused, "tokens": tokens, "failed": failed, "seconds": seconds}
+    import agents_compare
+    from agents_real import LIMITS, MODEL, served_model
+
+    from shardwright.workflows.llm_options import llm_options
+
+    with ExitStack() as stack:
+        asked = agents_compare.endpoints_of(words)
+        if real:
+            asked["smollm2"] = (MODEL, stack.enter_context(served_model()))
+        scores = agents_compare.compare(asked, families, llm_options(None, LIMITS).limits if real else None)
+    sys.stdout.write(f"{agents_compare.table(scores)}\n")
+    append(agents_compare.lines(scores))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Score the agents.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("rules", "cheating-kernels", "new-fusions", "endpoint"):
+    for name in ("rules", "cheating-kernels", "new-fusions", "compare", "real-model"):
         command = commands.add_parser(name)
         command.add_argument("--families", nargs="*", default=list(FAMILIES))
         if name == "new-fusions":
             command.add_argument("--device", default="cpu")
-        if name == "endpoint":
-            command.add_argument("--url", required=True)
-            command.add_argument("--model", required=True)
+        if name == "compare":
+            command.add_argument("--endpoint", action="append", default=[])
+            command.add_argument("--real", action="store_true")
     chosen = parser.parse_args(arguments)
     if chosen.command == "new-fusions":
         from agents_fusions import new_fusions
 
         append(new_fusions(chosen.device))
         return 0
+    if chosen.command == "compare":
+        comparison(chosen.endpoint, chosen.families, real=chosen.real)
+        return 0
     metrics = {
         "rules": lambda: rules(chosen.families),
         "cheating-kernels": cheating_kernels,
-        "endpoint": lambda: endpoint(chosen.url, chosen.model, chosen.families),
+        "real-model": real_model,
     }[chosen.command]()
     unit = "share" if chosen.command == "rules" else "accepted"
     value = metrics["region_recall"] if chosen.command == "rules" else metrics["accepted"]

@@ -9,14 +9,11 @@ Legend: T tokens a sequence (batch of 2).
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from agents_model import opened
 from lines import line
 
@@ -29,11 +26,10 @@ WIDTHS: dict[str, dict[str, Any]] = {
 """Published widths of what the regions compute on; experts and depth stay tiny."""
 
 TOKENS = {"cuda": {"gpt_oss": 2048, "deepseek_v4": 4096}, "cpu": {"gpt_oss": 40, "deepseek_v4": 40}}
-CHECKED_TOKENS = 65
+H200_BYTES_PER_MS = 4.3e9
+"""Reached by a copy on one H200."""
 REGIONS = 4
 """Distinct regions a family that are taken further."""
-
-CALLS = 20
 
 
 def new_fusions(device: str) -> list[BenchLine]:
@@ -78,78 +74,15 @@ def accepted(model: Any) -> list[tuple[Any, Any, Any]]:
 
 def measured(match: Any, device: str, tokens: int) -> dict[str, Any]:
     """Errors against fp64 at a small size, then times of both at the large one."""
-    from shardwright.agents.llm.kernel_writer.task import SizedRegion, Task, sizes_of
+    from shardwright.agents.llm.kernel_writer.compiled import compile_region
+    from shardwright.agents.llm.kernel_writer.task import Task
 
-    task = Task.of(match)
-    errors = [compared(task, device, seed) for seed in (1, 2)]
-    region = SizedRegion(task.region, sizes_of(tokens))
-    compiled: Callable[..., Any] = torch.compile(lambda *values: tuple(_call(region, task, values)), dynamic=False)
-    values = [v.to(device).requires_grad_(r in task.trained) for r, v in task.draw(tokens, 3).items()]
-    given = [v.to(device) for v in task.cotangents(tokens, 4).values()]
-    ways = {"compile": compiled, "eager": lambda *v: tuple(_call(region, task, v))}
-    times = {name: timed(way, values, given, device) for name, way in ways.items()}
-    moved = sum(v.numel() * v.element_size() for v in (*values, *given))
+    seen = compile_region(Task.of(match), device, tokens)
     return {
         "unit": "ms",
-        "ours": round(times["compile"], 5),
+        "ours": round(seen.ms, 5),
         "rival": "eager",
-        "rival_value": round(times["eager"], 5),
-        "floor": round(3 * moved / 4.3e9, 5) if device == "cuda" else None,
-        "metrics": {
-            "tokens": 2 * tokens,
-            "error_over_eager": max(error for error, _ in errors),
-            "compiled_error": max(error for _, error in errors),
-        },
+        "rival_value": round(seen.eager_ms, 5),
+        "floor": round(seen.floor_bytes / H200_BYTES_PER_MS, 5) if device == "cuda" else None,
+        "metrics": {"tokens": 2 * tokens, "error_over_eager": seen.over_eager, "compiled_error": seen.error},
     }
-
-
-def _call(region: Any, task: Any, values: Any) -> list[torch.Tensor]:
-    results = region(dict(zip(task.inputs, values, strict=True)))
-    return [results[role] for role in task.outputs]
-
-
-def compared(task: Any, device: str, seed: int) -> tuple[float, float]:
-    """Largest error of the compiled region over eager's (at least one rounding), and that error itself."""
-    from shardwright.agents.llm.kernel_writer.judge import ROUNDING
-    from shardwright.agents.llm.kernel_writer.task import SizedRegion, sizes_of
-
-    values, given = task.draw(CHECKED_TOKENS, seed), task.cotangents(CHECKED_TOKENS, seed)
-    truth = task.truth(values, given, CHECKED_TOKENS)
-    region = SizedRegion(task.region, sizes_of(CHECKED_TOKENS))
-    compiled = torch.compile(region, dynamic=False)
-    worst, largest = 0.0, 0.0
-    on = {r: v.to(device) for r, v in values.items()}, {r: v.to(device) for r, v in given.items()}
-    ours, eager = (task.both(way, *on) for way in (compiled, region))
-    for part in (0, 1):
-        for role, right in truth[part].items():
-            scale = float(right.abs().max()) or 1.0
-            errors = [float((way[part][role].cpu().double() - right).abs().max()) / scale for way in (ours, eager)]
-            least = ROUNDING.get(str(eager[part][role].dtype).removeprefix("torch."), 2**-20)
-            worst, largest = max(worst, errors[0] / max(errors[1], least)), max(largest, errors[0])
-    return round(worst, 4), largest
-
-
-def timed(way: Callable[..., Any], values: list[torch.Tensor], given: list[torch.Tensor], device: str) -> float:
-    """Median milliseconds of forward and backward; inputs change between calls."""
-    import time
-
-    trained = [v for v in values if v.requires_grad]
-    found = []
-    for at in range(CALLS + 5):
-        with torch.no_grad():
-            for value in trained:
-                value.mul_(1.0009765625)
-        _wait(device)
-        start = time.perf_counter()
-        results = way(*values)
-        grown = [(r, g) for r, g in zip(results, given, strict=True) if r.requires_grad]
-        torch.autograd.grad([r for r, _ in grown], trained, [g for _, g in grown], allow_unused=True)
-        _wait(device)
-        if at >= 5:
-            found.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(found)
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()

@@ -17,6 +17,8 @@ arithmetic was matched and all obligations hold, one node when the block was fou
 not offered.
 """
 
+PATTERNS = "Legal regions by pattern, *n of m* where some are refused; each kind of layer counts a region once."
+
 
 def render(recorded: dict[str, Any]) -> str:
     """The page as text."""
@@ -32,10 +34,24 @@ def render(recorded: dict[str, Any]) -> str:
         cells = [row["family"], row["profile"], row["capture"], row.get("experts", "-")]
         cells += [row.get("norms", "-"), row.get("activations", "-"), legal, refused]
         lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    lines += ["", "## Patterns", "", PATTERNS, "", *_patterns(rows)]
     lines += ["", "## Cells that fail, and why", ""]
     for row in rows:
         lines += [f"- **{row['family']}**, {cell}: {_plain(why)}" for cell, why in _failing(row)]
     return "\n".join(lines) + "\n"
+
+
+def _patterns(rows: list[dict[str, Any]]) -> list[str]:
+    """One line for each family, one column for each pattern that some family has."""
+    names = sorted({name for row in rows for name in row.get("found", {})})
+    lines = [f"| Family | {' | '.join(name.replace('_', ' ') for name in names)} |", "| --- " * (1 + len(names)) + "|"]
+    for row in (row for row in rows if "found" in row):
+        cells = []
+        for name in names:
+            found, legal = row["found"].get(name, 0), row["legal"].get(name, 0)
+            cells.append("" if not found else str(legal) if legal == found else f"{legal} of {found}")
+        lines.append(f"| {row['family']} | {' | '.join(cells)} |")
+    return lines
 
 
 def bars(rows: list[dict[str, Any]]) -> dict[str, int]:

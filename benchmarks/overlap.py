@@ -1,12 +1,12 @@
 """How much of the experts' exchange is hidden under computation, over gloo on this machine's cores.
 
-``python benchmarks/overlap.py [--tokens N] [--chunks C] [--append] [--trace FOLDER]``
+``python benchmarks/overlap.py [--tokens N] [--chunks C] [--shared] [--append] [--trace FOLDER]``
 
-Two processes, ep 2, one layer's experts with adapters, forward and backward; once whole and once in chunks. Time is
-read from the profiler's timeline: exchanges are gloo's own events, from their start to their end; computation is what
-the experts run meanwhile, without its waits. ``exposed share`` = time of exchanges in which the process did not compute
-÷ time of exchanges; whole exchanges are waited for where they start, so theirs is 1. ``--trace`` keeps the timelines
-for chrome://tracing.
+Two processes, ep 2, one layer's experts with adapters, forward and backward; once whole and once in chunks, or with
+``--shared`` a block with a shared expert, once after the routed ones and once under their dispatch. Time is read from
+the profiler's timeline: exchanges are gloo's own events, from their start to their end; computation is what the experts
+run meanwhile, without its waits. ``exposed share`` = time of exchanges in which the process did not compute ÷ time of
+exchanges; whole exchanges are waited for where they start, so theirs is 1. ``--trace`` keeps the timelines for chrome://tracing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,11 @@ from shardwright.checkpoints.layouts import STANDARD
 from shardwright.runtime.experts.balance import LoadMeter
 from shardwright.runtime.experts.module import LoraExperts
 from shardwright.runtime.experts.overlap import COMPUTE
+from shardwright.runtime.experts.shared import SHARED_COMPUTE, put_shared_under_dispatch
 
 E, H, I, K, RANK, RANKS = 8, 256, 512, 2, 16, 2
+BESIDE = ("", "after", "under")
+"""No shared expert, one after the routed experts, one under their dispatch."""
 Spans = list[tuple[float, float]]
 
 
@@ -47,6 +51,24 @@ class Family(nn.Module):
 
     def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> None:
         """Only its signature is read."""
+
+
+class Block(nn.Module):
+    """Routed experts, then a shared one on the same tokens."""
+
+    def __init__(self, rank: int, chunks: int, beside: str) -> None:
+        super().__init__()
+        self.experts = experts(rank, chunks)
+        widths = (H, 2 * I, H)
+        layers = [nn.Linear(into, out, bias=False) for into, out in pairwise(widths)]
+        self.shared_experts = nn.Sequential(layers[0], nn.SiLU(), layers[1]).requires_grad_(False)
+        if beside == "under":
+            put_shared_under_dispatch(nn.ModuleDict({"block": self}))
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[T, H], [T, K], [T, K] → [T, H]."""
+        routed: torch.Tensor = self.experts(hidden, index, weights)
+        return routed + self.shared_experts(hidden)
 
 
 def experts(rank: int, chunks: int) -> LoraExperts:
@@ -80,13 +102,22 @@ def shares(trace: Path) -> tuple[float, float]:
     """(exposed share, milliseconds of exchanges) of a timeline."""
     events = [one for one in json.loads(trace.read_text())["traceEvents"] if one.get("ph") == "X"]
     moving = union([(one["ts"], one["ts"] + one["dur"]) for one in events if one["name"].startswith("gloo:all_to_all")])
-    names = ("aten::mm", "aten::addmm_", "aten::silu", "aten::mul", "aten::index", COMPUTE, "GroupedLoraLinearBackward")
+    names = (
+        "aten::mm",
+        "aten::addmm_",
+        "aten::silu",
+        "aten::mul",
+        "aten::index",
+        COMPUTE,
+        SHARED_COMPUTE,
+        "GroupedLoraLinearBackward",
+    )
     work = union([(one["ts"], one["ts"] + one["dur"]) for one in events if one["name"].startswith(names)])
     total = sum(stop - start for start, stop in moving)
     return 1 - common(moving, work) / total, total / 1e3
 
 
-def worker(rank: int, tokens: int, chunks: int, repeats: int, store: str, out: Path) -> None:
+def worker(rank: int, tokens: int, chunks: int, beside: str, repeats: int, store: str, out: Path) -> None:
     """One rank: warm up, profile, write its timelines' shares and step times."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
@@ -94,11 +125,12 @@ def worker(rank: int, tokens: int, chunks: int, repeats: int, store: str, out: P
     index = torch.randint(0, E, (tokens, K), generator=generator)
     weights = torch.rand(tokens, K, generator=generator)
     found: dict[str, list[float]] = {"exposed": [], "exposed_ms": [], "exchange_ms": [], "step_ms": []}
-    module = experts(rank, chunks)
+    torch.manual_seed(rank)
+    module = Block(rank, chunks, beside) if beside else experts(rank, chunks)
     for repeat in range(repeats + 1):
         hidden = torch.randn(tokens, H, generator=generator, requires_grad=True)
         dist.barrier()
-        trace = out / f"rank{rank}-chunks{chunks}.json"
+        trace = out / f"rank{rank}-chunks{chunks}{beside}.json"
         with profile(activities=[ProfilerActivity.CPU]) as profiler, torch.profiler.record_function("step"):
             module(hidden, index, weights).square().mean().backward()
         profiler.export_chrome_trace(str(trace))
@@ -109,11 +141,11 @@ def worker(rank: int, tokens: int, chunks: int, repeats: int, store: str, out: P
         for key, value in zip(found, (exposed, exposed * exchange, exchange, step), strict=True):
             found[key].append(value)
     medians = {key: statistics.median(values) for key, values in found.items()}
-    (out / f"rank{rank}-chunks{chunks}.result").write_text(json.dumps(medians))
+    (out / f"rank{rank}-chunks{chunks}{beside}.result").write_text(json.dumps(medians))
     dist.barrier()
 
 
-def measure(tokens: int, chunks: int, repeats: int, out: Path) -> dict[str, float]:
+def measure(tokens: int, chunks: int, beside: str, repeats: int, out: Path) -> dict[str, float]:
     """Both ranks' medians, averaged.
 
     Raises:
@@ -121,12 +153,12 @@ def measure(tokens: int, chunks: int, repeats: int, out: Path) -> dict[str, floa
     """
     with tempfile.TemporaryDirectory() as folder:
         here = [sys.executable, __file__, "--tokens", str(tokens), "--chunks", str(chunks), "--trace", str(out)]
-        here += ["--repeats", str(repeats)]
+        here += ["--repeats", str(repeats), *(["--beside", beside] if beside else [])]
         ranks = [subprocess.Popen([*here, "--rank", str(rank), "--store", f"{folder}/store"]) for rank in range(RANKS)]
         codes = [one.wait(timeout=300) for one in ranks]
     if any(codes):
         raise subprocess.CalledProcessError(max(codes), here)
-    results = [json.loads((out / f"rank{rank}-chunks{chunks}.result").read_text()) for rank in range(RANKS)]
+    results = [json.loads((out / f"rank{rank}-chunks{chunks}{beside}.result").read_text()) for rank in range(RANKS)]
     return {key: sum(one[key] for one in results) / RANKS for key in results[0]}
 
 
@@ -135,31 +167,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="overlap.py")
     parser.add_argument("--tokens", type=int, default=4096, help="of each rank")
     parser.add_argument("--chunks", type=int, default=4)
+    parser.add_argument("--shared", action="store_true", help="a shared expert after and under the dispatch")
     parser.add_argument("--repeats", type=int, default=5, help="after one of warm-up; medians count")
     parser.add_argument("--append", action="store_true", help="append to benchmarks/results")
     parser.add_argument("--trace", type=Path, help="where to keep the timelines")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--beside", default="", choices=BESIDE, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rank is not None:
-        worker(options.rank, options.tokens, options.chunks, options.repeats, options.store, options.trace)
+        worked = (options.rank, options.tokens, options.chunks, options.beside, options.repeats)
+        worker(*worked, options.store, options.trace)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         out = options.trace or Path(folder)
         out.mkdir(parents=True, exist_ok=True)
-        whole, cut = (measure(options.tokens, chunks, options.repeats, out) for chunks in (1, options.chunks))
+        cases = ((1, "after"), (1, "under")) if options.shared else ((1, ""), (options.chunks, ""))
+        whole, cut = (measure(options.tokens, chunks, beside, options.repeats, out) for chunks, beside in cases)
+    name, how = ("shared-expert", "under") if options.shared else ("overlap", "chunked")
     found = line(
         {
             "bench": "overlap",
-            "case": f"overlap/ep2-{options.tokens}x{H}",
+            "case": f"{name}/ep2-{options.tokens}x{H}",
             "passes": "fwd+bwd",
             "unit": "share",
             "ours": round(cut["exposed"], 4),
             "rival": "one exchange, waited for",
             "rival_value": round(whole["exposed"], 4),
             "metrics": {
-                "chunks": float(options.chunks),
-                **{f"chunked_{key}": round(cut[key], 3) for key in ("exposed_ms", "exchange_ms", "step_ms")},
+                "chunks": float(cases[1][0]),
+                **{f"{how}_{key}": round(cut[key], 3) for key in ("exposed_ms", "exchange_ms", "step_ms")},
                 **{f"whole_{key}": round(whole[key], 3) for key in ("exposed_ms", "exchange_ms", "step_ms")},
             },
         }

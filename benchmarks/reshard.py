@@ -6,6 +6,7 @@ twenty steps later, against a run that never changed it.
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -19,6 +20,8 @@ MEASURED = re.compile(r"(\w+): first step (\S+), after 20 steps (\S+)")
 
 def main() -> int:
     """Add the line to ``benchmarks/results``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
     from lines import append, line
 
     words = [sys.executable, "-m", "pytest", TEST, "-q", "-s"]

@@ -12,6 +12,7 @@ from torch import nn
 from shardwright.checkpoints.buffers import rebuild_buffers
 from shardwright.checkpoints.config import ModelConfig, inert_config, read_config
 from shardwright.checkpoints.models.registry import OWN_MODELS
+from shardwright.checkpoints.remote_code import has_code, is_trusted, read_code, remote_class
 from shardwright.schemas.errors import CheckpointError
 
 __all__ = [
@@ -62,7 +63,7 @@ def build_from_config(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
 def has_transformers_class(config: ModelConfig) -> bool:
     """Whether the installed transformers can build this checkpoint without the checkpoint's code."""
     try:
-        model_class_for(config)
+        model_class_for(dataclasses.replace(config, raw={k: v for k, v in config.raw.items() if k != "auto_map"}))
     except CheckpointError:
         return False
     return True
@@ -74,7 +75,7 @@ def model_class_for(config: ModelConfig) -> Any:
     A configuration with a nested language model belongs to the whole model, not to the causal LM of its text part.
 
     Raises:
-        CheckpointError: ``unknown-architecture``.
+        CheckpointError: ``unknown-architecture``; as ``remote_class`` where the checkpoint brings its own code.
     """
     import transformers
     from transformers.models.auto import configuration_auto, modeling_auto
@@ -98,13 +99,17 @@ def model_class_for(config: ModelConfig) -> Any:
         whole = [one for one in classes if getattr(one, "config_class", own) is own]
         if classes:
             return (whole or classes)[0]
-    custom = "auto_map" in config.raw
+    own = "auto_map" in config.raw and has_code(config.folder)
+    if own and is_trusted(config.folder):
+        return remote_class(config.folder, config.raw["auto_map"], "AutoModelForCausalLM")
+    code = read_code(config.folder)[0] if own else None
     raise CheckpointError(
         "unknown-architecture",
         f"transformers {transformers.__version__} has no class for model_type {config.model_type!r}"
-        + (" (the checkpoint brings its own code, which is not run)" if custom else ""),
+        + (f"; the checkpoint's own code ({len(code.files)} files, hash {code.sha256}) is not run" if code else ""),
         where=str(config.folder / "config.json"),
-        next_action="install a transformers release that knows it; its headers can still be profiled",
+        next_action="install a transformers release that knows it; its headers can still be profiled"
+        + (f"; or read its code and give --trust-remote-code {code.sha256}" if code else ""),
     )
 
 
@@ -123,7 +128,12 @@ def transformers_config(config: ModelConfig) -> Any:
     if own := OWN_MODELS.get(config.model_type):
         inert = inert_config(config.raw, frozenset())
         return own.config_class()(**{name: value for name, value in inert.items() if name != "model_type"})
-    config_class = CONFIG_MAPPING[config.model_type]
+    known = config.model_type in CONFIG_MAPPING
+    config_class = (
+        CONFIG_MAPPING[config.model_type]
+        if known
+        else remote_class(config.folder, config.raw.get("auto_map"), "AutoConfig")
+    )
     try:
         return config_class(**inert_config(config.raw, _declared(config_class)))
     except (ValueError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:

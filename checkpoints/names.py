@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwright.checkpoints.build import build_from_config
 from shardwright.checkpoints.config import ModelConfig
-from shardwright.checkpoints.conversion import Box, Piece, Symbolic, UnsupportedConversion, run_chain
+from shardwright.checkpoints.conversion import Box, Piece, Symbolic, UnsupportedConversion, run_chain, transpose
 from shardwright.checkpoints.headers import Headers
 from shardwright.checkpoints.packing.detect import logical_tensors
 from shardwright.checkpoints.packing.logical import LogicalTensor
@@ -80,17 +80,14 @@ class NameMap:
                 ``unknown-quantization``.
         """
         logical = logical_tensors(headers.tensors, config.raw)
-        rules = _Rules(model or build_from_config(config, torch.bfloat16), parameter_shapes)
+        rules = Rules(model or build_from_config(config, torch.bfloat16), parameter_shapes)
         groups: dict[tuple[str, int], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         for name in sorted(logical, key=natural_key):
             parameter, converter, pattern = rules.rename(name)
             groups[parameter, converter][pattern].append(name)
         sources: dict[str, tuple[Piece, ...]] = {}
         for (parameter, converter), collected in groups.items():
-            parts = {
-                pattern: [Symbolic.of_file(name, logical[name].shape) for name in names]
-                for pattern, names in collected.items()
-            }
+            parts = {pattern: [_of_file(name, logical[name]) for name in names] for pattern, names in collected.items()}
             for target, symbolic in rules.convert(parameter, converter, parts).items():
                 if target not in parameter_shapes:
                     continue
@@ -163,7 +160,7 @@ class NameMap:
         return self._redundant
 
 
-class _Rules:
+class Rules:
     """transformers' renamings and converters for one model."""
 
     def __init__(self, model: Any, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -189,9 +186,9 @@ class _Rules:
             if matched is not None:
                 place, pattern = index, matched
                 break
-        return self._with_prefix(renamed), place, pattern
+        return self.with_prefix(renamed), place, pattern
 
-    def _with_prefix(self, name: str) -> str:
+    def with_prefix(self, name: str) -> str:
         """A base model's files load into the model with a head, and the reverse."""
         if not self.prefix or name in self.known:
             return name
@@ -209,7 +206,7 @@ class _Rules:
             return {layer: only[0]}
         converter = self.converters[place]
         first = converter.target_patterns[0]
-        named = {pattern: self._with_prefix(layer.replace(first, pattern, 1)) for pattern in converter.target_patterns}
+        named = {pattern: self.with_prefix(layer.replace(first, pattern, 1)) for pattern in converter.target_patterns}
         expected = {pattern: self.shapes[name] for pattern, name in named.items() if name in self.shapes}
         if not expected:
             return {}
@@ -228,6 +225,16 @@ class _Rules:
                 next_action="convert the checkpoint with transformers' save_pretrained first",
             ) from error
         return {named[pattern]: symbolic for pattern, symbolic in done.items() if pattern in named}
+
+
+def _of_file(name: str, tensor: LogicalTensor) -> Symbolic:
+    """A file tensor as the model's class orders it: gpt-oss blocks keep [E, out, in], its experts [E, in, out].
+
+    That is a fact of the format; sizes could not tell where out is in.
+    """
+    whole = Symbolic.of_file(name, tensor.shape)
+    rank = len(tensor.shape)
+    return transpose(whole, rank - 2, rank - 1) if tensor.format == "gpt-oss-mxfp4" else whole
 
 
 def _mismatch(parameter: str, what: str) -> CheckpointError:
@@ -260,7 +267,7 @@ def _check_ids(parameter: str, symbolic: Symbolic) -> None:
             raise _mismatch(parameter, f"stacked tensors are not numbered 0 … {len(names) - 1}: {names[:3]} …")
 
 
-def _is_redundant(name: str, config: ModelConfig, rules: _Rules) -> bool:
+def _is_redundant(name: str, config: ModelConfig, rules: Rules) -> bool:
     layers = config.count("num_hidden_layers", "n_layer", "n_layers")
     layer = _LAYER.search(name)
     beyond = layer is not None and layers > 0 and int(layer.group(1)) >= layers

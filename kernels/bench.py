@@ -302,18 +302,24 @@ def bench_all(
             next_action="name the beginning of a case, as in `--cases moe/ linear-ce`",
         )
     where = Where.here()
-    path = out_dir / f"{BENCH}-{slug(where.device)}-{where.date}.jsonl"
     lines = []
     for suite, case in chosen:
         for pass_name in case.passes:
-            line, times = bench_case(suite, case, pass_name, where)
-            torch.cuda.empty_cache()
-            lines.append(line)
-            keep_line(path, line)
-            if evidence_path is not None:
-                EvidenceStore(evidence_path).add(times)
-            report(line)
+            lines.append(bench_one(suite, case, pass_name, where, out_dir, evidence_path))
+            report(lines[-1])
     return lines
+
+
+def bench_one(
+    suite: OpSuite, case: BenchCase, pass_name: str, where: Where, out_dir: Path, evidence_path: Path | None
+) -> BenchLine:
+    """Time one pass, and write its line and its evidence at once."""
+    line, times = bench_case(suite, case, pass_name, where)
+    torch.cuda.empty_cache()
+    keep_line(out_dir / f"{BENCH}-{slug(where.device)}-{where.date}.jsonl", line)
+    if evidence_path is not None:
+        EvidenceStore(evidence_path).add(times)
+    return line
 
 
 def keep_line(path: Path, line: BenchLine) -> None:

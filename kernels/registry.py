@@ -147,7 +147,7 @@ OPERATORS: dict[str, OperatorEntry] = {
         op_path="moe_layer.op:moe_layer",
         cost_path="moe_layer.cost:cost",
         suite_path="moe_layer.cases:SUITE",
-        more_suites=("moe_layer.cases:LORA_SUITE",),
+        more_suites=("moe_layer.cases:LORA_SUITE", "moe_layer.cases:BASE_SUITE"),
         dimensions=("T", "K", "E", "H", "I"),
         borrowed=("grouped_lora_mlp", "permute", "tuned.py"),
     ),
@@ -190,8 +190,18 @@ OPERATORS: dict[str, OperatorEntry] = {
         op_path="dsa.indexer.op:dsa_indexer",
         cost_path="dsa.indexer.cost:cost",
         suite_path="dsa.indexer.cases:SUITE",
-        more_suites=("dsa.indexer.cases:SCORES_SUITE", "dsa.indexer.cases:LAYER_SUITE"),
+        more_suites=("dsa.indexer.cases:SCORES_SUITE",),
         dimensions=("T", "N", "D", "K"),
+    ),
+    "dsa": OperatorEntry(
+        name="dsa",
+        folder="dsa",
+        op_path="dsa.op:latent_attention",
+        cost_path="dsa.cost:cost",
+        suite_path="dsa.cases:SUITE",
+        more_suites=("dsa.cases:DOOR_SUITE", "dsa.cases:DENSE_SUITE"),
+        dimensions=("T", "H"),
+        borrowed=("dsa/attention", "dsa/indexer", "dsa/kl"),
     ),
     "dsa_kl": OperatorEntry(
         name="dsa_kl",
@@ -211,7 +221,25 @@ OPERATORS: dict[str, OperatorEntry] = {
         suite_path="kda.cases:SUITE",
         more_suites=("kda.cases:SOFTPLUS_SUITE",),
         dimensions=("T", "H", "K", "V"),
-        borrowed=("rms_norm/contract.py",),
+        borrowed=("gated_delta/launches.py", "gated_delta/triton.py", "rms_norm/contract.py"),
+    ),
+    "gated_delta": OperatorEntry(
+        name="gated_delta",
+        folder="gated_delta",
+        op_path="gated_delta.op:gated_delta",
+        cost_path="gated_delta.cost:cost",
+        suite_path="gated_delta.cases:SUITE",
+        dimensions=("T", "H", "K", "V"),
+        borrowed=("kda", "rms_norm/contract.py"),
+    ),
+    "short_conv": OperatorEntry(
+        name="short_conv",
+        folder="short_conv",
+        op_path="short_conv.op:short_conv",
+        cost_path="short_conv.cost:cost",
+        suite_path="short_conv.cases:SUITE",
+        dimensions=("T", "C", "J"),
+        borrowed=("kda/configs.py", "kda/contract.py", "kda/documents.py", "rms_norm/contract.py"),
     ),
 }
 
@@ -232,7 +260,7 @@ def operator(name: str) -> OperatorEntry:
     return OPERATORS[name]
 
 
-NOT_RUN = frozenset({"cases.py", "cost.py", "rivals.py", "tuning.py"})
+NOT_RUN = frozenset({"cases.py", "cost.py", "inputs.py", "rivals.py", "tuning.py"})
 """Files of an operator's folder that decide nothing a worker computes: test cases, costs, what it is timed beside."""
 
 

@@ -4,19 +4,28 @@
 [--evidence FILE] [--verify-only | --bench-only]`` needs torch, triton and pydantic. Operators are verified in N
 processes, then timed in one alone. Those with anything wrong are not timed, and the exit code is 1. Result lines
 are written as they are measured.
+
+With ``--plan NAME`` (``suite_plan``) the work goes in calls of at most ``--limit-s`` seconds, the most important first.
+A call writes each piece as it ends and skips what the records in ``--out`` or ``--before`` name as done; its exit code
+is 75 while pieces are left: call again.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwright.kernels.bench import bench_all
+import torch
+
+from shardwright.kernels.bench import Where, bench_all, bench_one
 from shardwright.kernels.registry import OPERATORS
+from shardwright.kernels.suite_calls import Call, Outcome, Records, TimedPass, Tools
+from shardwright.kernels.suite_plan import LIMIT_S, plan_of
 from shardwright.kernels.verify import VerifyResult
-from shardwright.kernels.verify_jobs import default_jobs, verify_in_jobs
+from shardwright.kernels.verify_jobs import default_jobs, verify_in_jobs, verify_parts
 from shardwright.schemas.bench import BenchLine
 from shardwright.schemas.errors import ShardwrightError
 
@@ -95,6 +104,44 @@ def verified(ops: Sequence[str] | None, device: str, jobs: int) -> tuple[tuple[s
     return tuple(name for name in names if name not in wrong), tuple(name for name in names if name in wrong)
 
 
+LEFT = 75
+"""Exit code of a call after which pieces are left."""
+
+
+def call_tools(device: str, jobs: int, out: Path, evidence: Path | None) -> Tools:
+    """What a call of a plan works with: the operators on this device, and its clock."""
+    where: list[Where] = []
+
+    def timed(pass_: TimedPass) -> str:
+        if not where:
+            where.append(Where.here())
+        line = bench_one(pass_.suite, pass_.case, pass_.name, where[0], out, evidence)
+        progress(line)
+        return f"{line.ours} {line.unit}, ratio {line.ratio}"
+
+    return Tools(
+        verify=lambda work, keep, late: verify_parts(work, device, jobs, say, keep=keep, late=late),
+        time=timed,
+        clock=time.monotonic,
+        say=say,
+    )
+
+
+def run_call(plan: str, before: Sequence[Path], out: Path, device: str, limit_s: float, tools: Tools) -> Outcome:
+    """One call of a plan; see ``suite_calls``."""
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else device
+    return Call(Records(out, before), name, limit_s, tools).run(plan_of(plan), device)
+
+
+def told(outcome: Outcome) -> int:
+    """Say how a call ended; its exit code."""
+    say(f"{len(outcome.done)} pieces done, {len(outcome.left)} left")
+    if outcome.wrong:
+        say(f"wrong, and not timed: {', '.join(outcome.wrong)}")
+        return 1
+    return LEFT if outcome.left else 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Verify and time the fused operators on this device.")
     parser.add_argument("--ops", nargs="*", default=None, choices=tuple(OPERATORS))
@@ -105,9 +152,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=None, help="processes that verify; all cores on a GPU machine")
     parser.add_argument("--verify-only", action="store_true")
     parser.add_argument("--bench-only", action="store_true", help="time what was verified before")
+    parser.add_argument("--plan", default=None, help="in calls: experts, everything, or a JSON file of steps")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds of one call of a plan")
+    parser.add_argument("--before", nargs="*", type=Path, default=(), help="folders with records of earlier calls")
     chosen = parser.parse_args(arguments)
     jobs = default_jobs(chosen.device) if chosen.jobs is None else chosen.jobs
     try:
+        if chosen.plan is not None:
+            tools = call_tools(chosen.device, jobs, chosen.out, chosen.evidence)
+            return told(run_call(chosen.plan, chosen.before, chosen.out, chosen.device, chosen.limit_s, tools))
         right, wrong = (chosen.ops, ()) if chosen.bench_only else verified(chosen.ops, chosen.device, jobs)
         if not chosen.verify_only and right != ():
             lines = bench_all(right, chosen.out, chosen.evidence, cases=chosen.cases, report=progress)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
@@ -23,6 +23,8 @@ from shardwright.schemas.errors import KernelError
 
 MOST_JOBS = 16
 REST, FAR = "repeats and bad input", "far rows"
+POLL_S = 1.0
+"""How often a verification asks whether it is late while no part ends."""
 
 
 FAILURES = (
@@ -115,54 +117,93 @@ def broken(part: Part, error: BaseException) -> list[VerifyResult]:
     ]
 
 
+Keep = Callable[[Part, list[VerifyResult]], None]
+
+
 def verify_in_jobs(
     ops: Sequence[str] | None, device: str, jobs: int, report: Callable[[str], None]
 ) -> dict[Part, list[VerifyResult]]:
-    """Verify operators in ``jobs`` processes; with one job, in this one.
+    """Verify operators in ``jobs`` processes; with one job, in this one. See ``verify_parts``."""
+    return verify_parts(parts(ops, device), device, jobs, report)
+
+
+def verify_parts(
+    work: Sequence[Part],
+    device: str,
+    jobs: int,
+    report: Callable[[str], None],
+    *,
+    keep: Keep = lambda part, results: None,
+    late: Callable[[], bool] = lambda: False,
+) -> dict[Part, list[VerifyResult]]:
+    """The results of each part, in the order of ``work``.
 
     A part that fails, or whose process dies, counts as wrong; the other parts go on.
 
     Args:
         report: called with a line as soon as a part ends.
+        keep: called with a part's results as soon as they are known.
+        late: asked between parts; once it is true no further part begins, and those that did not are left out.
 
     Raises:
         KernelError: ``unknown-operator``; with one job also what a guard refuses.
     """
-    work = parts(ops, device)
     found: dict[Part, list[VerifyResult]] = {}
     if jobs <= 1:
         for part in work:
+            if late():
+                break
             found[part] = run_part(part, device)
             report(str(part))
+            keep(part, found[part])
         return found
-    found = _pool([part for part in work if part.what != FAR], device, jobs, report)
-    found |= _pool([part for part in work if part not in found], device, 1, report)
-    return {part: found[part] for part in work}
+    found = _pool([part for part in work if part.what != FAR], device, jobs, report, keep, late)
+    if not late():
+        found |= _pool([part for part in work if part not in found], device, 1, report, keep, late)
+    return {part: found[part] for part in work if part in found}
+
+
+def processes(workers: int) -> Executor:
+    """Fresh processes: a compiler's state, and what a wrong kernel does to a device, stay in one."""
+    return ProcessPoolExecutor(max_workers=workers, mp_context=multiprocessing.get_context("spawn"))
 
 
 def _pool(
-    work: Sequence[Part], device: str, workers: int, report: Callable[[str], None]
+    work: Sequence[Part],
+    device: str,
+    workers: int,
+    report: Callable[[str], None],
+    keep: Keep,
+    late: Callable[[], bool],
 ) -> dict[Part, list[VerifyResult]]:
-    """Answers of all parts; with more than one worker, without those that the device's memory did not hold."""
-    context = multiprocessing.get_context("spawn")
+    """Answers of all parts that began; with more than one worker, without those that the device's memory did not
+    hold."""
     found: dict[Part, list[VerifyResult]] = {}
-    with ProcessPoolExecutor(max_workers=max(1, min(workers, len(work))), mp_context=context) as pool:
-        futures = {part: pool.submit(answer, part, device) for part in work}
-        for part, future in futures.items():
-            future.add_done_callback(_reporter(part, report))
-        for part, future in futures.items():
-            try:
-                results = future.result()
-            except BrokenProcessPool as error:
-                results = broken(part, error)
-            if results is None and workers == 1:
-                results = broken(part, torch.OutOfMemoryError("alone on the device"))
-            if results is None:
-                report(f"{part}: too little memory beside the others, again alone")
-            else:
+    with processes(max(1, min(workers, len(work)))) as pool:
+        asked = {pool.submit(answer, part, device): part for part in work}
+        pending = set(asked)
+        while pending:
+            ended, pending = wait(pending, timeout=POLL_S, return_when=FIRST_COMPLETED)
+            for future in ended:
+                part = asked[future]
+                results = _results(part, future, alone=workers == 1)
+                if results is None:
+                    report(f"{part}: too little memory beside the others, again alone")
+                    continue
                 found[part] = results
+                report(str(part))
+                keep(part, results)
+            if late():
+                pending = {future for future in pending if not future.cancel()}
     return found
 
 
-def _reporter(part: Part, report: Callable[[str], None]) -> Callable[[Future[list[VerifyResult] | None]], None]:
-    return lambda _: report(str(part))
+def _results(part: Part, future: Future[list[VerifyResult] | None], *, alone: bool) -> list[VerifyResult] | None:
+    """What a worker answered; ``None`` where memory lacked beside others."""
+    try:
+        results = future.result()
+    except BrokenProcessPool as error:
+        return broken(part, error)
+    if results is None and alone:
+        return broken(part, torch.OutOfMemoryError("alone on the device"))
+    return results

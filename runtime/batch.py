@@ -1,6 +1,7 @@
 """One micro-batch on its way into the model: ids, labels, positions.
 
-A row of data is [S] ids, of which every token but the first is predicted, or [3, S] planes: ids, labels, positions.
+A row of data is [S] ids, of which every token but the first is predicted, or [3, S] planes: ids, labels, positions; or
+[4, S] with the numbers of its images (``runtime.images``).
 Legend: B sequences, S tokens a sequence.
 """
 
@@ -24,16 +25,18 @@ class MicroBatch:
         ids: [B, S] int64.
         labels: [B, S] int64; the label of position t is the token that follows it, or ``IGNORE``.
         positions: [B, S] int64, starting at 0 with every document; ``None`` where sequences are single documents.
+        images: [B, S] int64, an image's number at its first token, else −1; ``None`` for text alone.
     """
 
     ids: Tensor
     labels: Tensor
     positions: Tensor | None = None
+    images: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on a device."""
-        positions = None if self.positions is None else self.positions.to(device)
-        return MicroBatch(self.ids.to(device), self.labels.to(device), positions)
+        optional = (None if plane is None else plane.to(device) for plane in (self.positions, self.images))
+        return MicroBatch(self.ids.to(device), self.labels.to(device), *optional)
 
     @property
     def tokens(self) -> int:
@@ -42,11 +45,10 @@ class MicroBatch:
 
 
 def as_batch(rows: Tensor) -> MicroBatch:
-    """[B, S] ids of whole sequences, or [B, 3, S] planes of ids, labels and positions."""
+    """[B, S] ids of whole sequences, or [B, 3 or 4, S] planes of ids, labels, positions and images."""
     if rows.dim() == 2:
         return whole_sequences(rows)
-    ids, labels, positions = rows.unbind(1)
-    return MicroBatch(ids.contiguous(), labels.contiguous(), positions.contiguous())
+    return MicroBatch(*(plane.contiguous() for plane in rows.unbind(1)))
 
 
 def whole_sequences(ids: Tensor) -> MicroBatch:

@@ -20,6 +20,8 @@ from shardwright.runtime.experts.balance import LoadMeter
 from shardwright.runtime.routing import Choices, choosing
 from shardwright.runtime.segments import Bounds, segments
 from shardwright.runtime.segments import active as active_segments
+from shardwright.schemas.errors import LegalityError
+from shardwright.schemas.strategy import ParallelStrategy
 
 LIBRARY_TOPK: Callable[..., Any] = torch.topk
 
@@ -100,6 +102,24 @@ def _pass(choices: Choices) -> Iterator[None]:
     """One pass of a layer: every ``topk`` and every fused router keeps or repeats its choice."""
     with choosing(choices), _topk(_topk_of(choices)):
         yield
+
+
+def recomputed(layers: list[nn.Module], strategy: ParallelStrategy) -> list[nn.Module]:
+    """The decoder layers that a plan recomputes: none, all, or those that it names.
+
+    Raises:
+        LegalityError: ``checkpointed-layers`` where it names a layer that the model has not.
+    """
+    if strategy.checkpointing != "layers":
+        return layers if strategy.checkpointing == "full" else []
+    if strategy.checkpointed_layers[-1] >= len(layers):
+        raise LegalityError(
+            "checkpointed-layers",
+            f"the plan recomputes layer {strategy.checkpointed_layers[-1]}, the model has {len(layers)}",
+            where="decision.strategy.checkpointed_layers",
+            next_action="make the plan again for this checkpoint",
+        )
+    return [layers[index] for index in strategy.checkpointed_layers]
 
 
 def checkpoint_layers(layers: list[nn.Module], meter: LoadMeter) -> None:

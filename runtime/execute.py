@@ -14,11 +14,14 @@ import torch.distributed as dist
 
 from shardwright.runtime import probe, record, state
 from shardwright.runtime.agree import on_first_rank, together
+from shardwright.runtime.batches import Batches
 from shardwright.runtime.checks.compare import require
 from shardwright.runtime.checks.first_step import FirstStep
+from shardwright.runtime.checks.memory import memory_guard
 from shardwright.runtime.checks.watch import Watch
-from shardwright.runtime.data import Batches, load_sequences
+from shardwright.runtime.data import load_images, load_sequences
 from shardwright.runtime.device import Device, open_device
+from shardwright.runtime.images import attach_images, behind
 from shardwright.runtime.launch.options import read_options
 from shardwright.runtime.launch.process import RunLock
 from shardwright.runtime.mesh import Ranks, open_mesh
@@ -125,7 +128,7 @@ class _Run:
         try:
             self._begin(plan_path)
             self._preflight()
-            live = together(lambda: build(self.plan, self.checkpoint, self.ranks, self.device, self._progress()))
+            live = together(self._built)
             self._loaded(live)
             self._train(live)
         except BaseException as error:
@@ -178,6 +181,10 @@ class _Run:
 
         return progress
 
+    def _built(self) -> Live:
+        with memory_guard(self.plan, self.device, "load"):
+            return build(self.plan, self.checkpoint, self.ranks, self.device, self._progress())
+
     def _loaded(self, live: Live) -> None:
         facts = live.load
         self._note(load=facts)
@@ -205,7 +212,7 @@ class _Run:
             if guard is not None and step == 1:
                 self._checked(guard.on_gradient(gradient))
 
-        watch = Watch(trainer)
+        watch = Watch(trainer, guard.base_before if guard is not None else None)
 
         def on_step(metric: StepMetric, gradient: Gradient) -> None:
             self._stepped(metric)
@@ -237,6 +244,8 @@ class _Run:
 
         on_first_rank(lambda: len(both()))
         train, held = together(both)
+        if data.images_field:
+            held = together(lambda: self._attach(live, held))
         batches = Batches(
             train,
             batch.global_batch_sequences,
@@ -245,6 +254,14 @@ class _Run:
             self.recipe.seeds.data,
         )
         return Trainer(self.plan, live, batches, held, self.ranks, self.device, self.run_dir)
+
+    def _attach(self, live: Live, held: np.ndarray) -> np.ndarray:
+        """Give the model the images of both data files; the held-out rows with their images' numbers in it."""
+        data, config, cache = self.recipe.data, live.files.config, self.run_dir / "data"
+        names = (data.train, data.held_out)
+        train, later = (load_images(self.root / name, self.recipe, self.checkpoint, config, cache) for name in names)
+        attach_images(live.model, train + later)
+        return behind(held, train)
 
     def _resumed(self, step: int, notes: tuple[str, ...]) -> None:
         if self.metrics is None or self.record is None:

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.kernels.gated_rms_norm.contract import ACTIVATIONS as GATES
 from shardwright.kernels.registry import OPERATORS, source_sha256
 from shardwright.runtime.experts.fused import packed_rows, received_rows, whole_layer
 from shardwright.runtime.fused_attention import fused_attention
+from shardwright.runtime.fused_delta_rule import fused_delta_rule
+from shardwright.runtime.fused_dsa import fused_dsa
 from shardwright.runtime.fused_kda import fused_kda
 from shardwright.runtime.fused_loss import loss_head
 from shardwright.runtime.fused_router import fused_router
@@ -55,8 +58,9 @@ def install_fusions(model: nn.Module, decisions: tuple[FusionDecision, ...]) -> 
 
     Raises:
         StalePlanError: ``kernel-source`` when an operator is not the one that was approved.
-        LegalityError: ``fusion-module``, ``fusion-provider``, ``fusion-layer``, ``fusion-experts``,
-            ``fusion-router``, ``fusion-attention``, ``fusion-kda``, ``fusion-loss``.
+        LegalityError: ``fusion-module``, ``fusion-provider``, ``fusion-layer``, ``fusion-norm``, ``fusion-experts``,
+            ``fusion-router``, ``fusion-attention``, ``fusion-dsa``, ``fusion-kda``,
+            ``fusion-delta-rule``, ``fusion-loss``.
     """
     switches = []
     for decision in decisions:
@@ -135,6 +139,26 @@ def _rms_norm(module: nn.Module, name: str, decision: FusionDecision) -> Callabl
     return forward
 
 
+def _gated_rms_norm(module: nn.Module, name: str, decision: FusionDecision) -> Callable[..., Any]:
+    """``norm(x) * weight * act(gate)`` for a norm that is called with (hidden_states, gate).
+
+    Raises:
+        LegalityError: ``fusion-norm`` for a gate that the operator does not compute.
+    """
+    op = OPERATORS["gated_rms_norm"].load_op()
+    weight, eps = decision.roles.get("weight", "weight"), float(decision.constants["eps"])
+    act = decision.constants.get("act")
+    if act not in GATES:
+        raise LegalityError(
+            "fusion-norm", f"the plan's gate is {act!r}", where=name, next_action="reject this gated_rms_norm proposal"
+        )
+
+    def forward(hidden_states: Tensor, gate: Tensor) -> Tensor:
+        return op(hidden_states, gate, getattr(module, weight), eps, activation=act)
+
+    return forward
+
+
 PRE_NORM_ROLES = ("first_norm", "branch", "norm", "mlp")
 """Children of a pre-norm layer: ``h = x + branch(first_norm x)``, ``y = h + mlp(norm h)``."""
 
@@ -181,12 +205,15 @@ def _named(layer: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
 OPERATOR_FORWARDS: dict[str, Maker] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
+    "gated_rms_norm": _gated_rms_norm,
     "moe_layer": whole_layer,
     "grouped_lora_mlp": received_rows,
     "packed_experts": packed_rows,
     "router": fused_router,
     "qk_norm_rope": fused_attention,
     "kda": fused_kda,
+    "gated_delta": fused_delta_rule,
+    "dsa": fused_dsa,
     "linear_cross_entropy": loss_head,
 }
 """Operator → how its forward is made for one module."""

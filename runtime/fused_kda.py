@@ -16,21 +16,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwright.kernels.registry import OPERATORS
+from shardwright.runtime.fused_delta_rule import CACHES, fused_delta_rule
 from shardwright.runtime.segments import Bounds, active
 from shardwright.schemas.errors import LegalityError
 from shardwright.schemas.fusion import FusionDecision
 
 CHILDREN = ("q_proj", "k_proj", "v_proj", "conv1d", "forget_gate", "b_proj", "g_a_proj", "g_b_proj", "o_norm", "o_proj")
-CACHES = ("cache", "cache_params", "past_key_values")
-"""Arguments with which the family hands over its cache: decoding runs the module's own forward."""
 
 
 def fused_kda(module: nn.Module, name: str, decision: FusionDecision) -> Callable[..., Tensor]:
     """The forward of a KDA layer [B, S, hidden] → [B, S, hidden].
 
+    A plan that names a ``rule`` proves the recurrence alone, and exchanges it alone (``fused_delta_rule``).
+
     Raises:
-        LegalityError: ``fusion-kda`` where the module is not of that family.
+        LegalityError: ``fusion-kda`` where the module is not of that family; ``fusion-delta-rule``.
     """
+    if "rule" in decision.constants:
+        return fused_delta_rule(module, name, decision)
     missing = [child for child in CHILDREN if not hasattr(module, child)]
     if missing or getattr(module, "activation", "silu") != "silu":
         raise LegalityError(

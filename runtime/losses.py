@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwright.runtime.batch import IGNORE, MicroBatch, as_batch
+from shardwright.runtime.images import seen_images
 from shardwright.runtime.segments import bounds_of, recurrent_layers, segments
 
 if TYPE_CHECKING:
@@ -20,14 +21,19 @@ FUSED_LOSS = "fused_loss"
 """Where a model keeps the switch of its head whose fused forward gives the loss (``runtime.fused_loss``)."""
 
 
-def logits_of(model: nn.Module, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-    """[B, S] → [B, S, V]. Positions that start anew divide a sequence into documents."""
+def logits_of(model: nn.Module, ids: Tensor, positions: Tensor | None = None, images: Tensor | None = None) -> Tensor:
+    """[B, S] → [B, S, V]. Positions that start anew divide a sequence into documents.
+
+    Args:
+        images: [B, S] numbers of images, which the model has been given (``runtime.images``).
+    """
+    seen = seen_images(model, images)
     if positions is None:
-        output: Any = model(input_ids=ids, use_cache=False)
+        output: Any = model(input_ids=ids, use_cache=False, **seen)
         return output.logits
     bounds = bounds_of(positions) if recurrent_layers(model) else None
     with segments(bounds):
-        output = model(input_ids=ids, use_cache=False, position_ids=positions)
+        output = model(input_ids=ids, use_cache=False, position_ids=positions, **seen)
     return output.logits
 
 
@@ -38,9 +44,9 @@ def summed_loss(model: nn.Module, batch: MicroBatch | Tensor) -> Tensor:
     if switch is not None and switch.fused:
         head: Any = switch.fused_forward
         with head.with_labels(batch.labels):
-            output = logits_of(model, batch.ids, batch.positions)
+            output = logits_of(model, batch.ids, batch.positions, batch.images)
         loss: Tensor = head.take(output)
         return loss
-    logits = logits_of(model, batch.ids, batch.positions)
+    logits = logits_of(model, batch.ids, batch.positions, batch.images)
     flat = logits.reshape(-1, logits.shape[-1]).float()
     return F.cross_entropy(flat, batch.labels.reshape(-1), ignore_index=IGNORE, reduction="sum")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.runtime.mesh import Ranks
-from shardwright.runtime.ownership import Owned
+from shardwright.runtime.ownership import Owned, counted_once
 from shardwright.schemas.errors import CheckFailed
 from shardwright.schemas.recipe import OptimizerSpec, ScheduleSpec
 
@@ -37,12 +37,13 @@ class AdapterOptimizer:
         adapters: name → adapter parameter as this rank holds it.
         spec: hyperparameters.
         ranks: this rank's place.
+        on_host: both moments live in host memory, where the step is made; adapters and gradients visit it.
     """
 
-    def __init__(self, adapters: dict[str, Owned], spec: OptimizerSpec, ranks: Ranks) -> None:
+    def __init__(self, adapters: dict[str, Owned], spec: OptimizerSpec, ranks: Ranks, on_host: bool = False) -> None:
         self.adapters = {name: owned for name, owned in adapters.items() if owned.local().numel()}
-        self.spec, self.ranks = spec, ranks
-        self.values = {name: nn.Parameter(owned.local()) for name, owned in self.adapters.items()}
+        self.spec, self.ranks, self.on_host = spec, ranks, on_host
+        self.values = {name: nn.Parameter(self._at_hand(owned.local())) for name, owned in self.adapters.items()}
         self.fused = any(value.is_cuda for value in self.values.values())
         self.inner = torch.optim.AdamW(
             list(self.values.values()) or [nn.Parameter(torch.zeros(1))],
@@ -74,9 +75,10 @@ class AdapterOptimizer:
         return found
 
     def global_norm(self, gradients: dict[str, Tensor]) -> float:
-        """L2 norm of the gradient over all adapters of one replica."""
+        """L2 norm of the gradient over all adapters of one replica, copies of an expert counted once."""
         device = next(iter(gradients.values())).device if gradients else torch.device("cpu")
-        norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float64) if gradients else []
+        counted = [counted_once(self.adapters[name], gradient) for name, gradient in gradients.items()]
+        norms = torch._foreach_norm(counted, 2, dtype=torch.float64) if counted else []
         total = torch.stack([norm.square() for norm in norms]).sum() if norms else torch.zeros((), dtype=torch.float64)
         total = total.to(device)
         if self.ranks.world > 1:
@@ -91,11 +93,21 @@ class AdapterOptimizer:
         if scale < 1.0:
             torch._foreach_mul_(list(gradients.values()), scale)
         for name, value in self.values.items():
-            value.grad = gradients[name]
+            value.grad = self._at_hand(gradients[name])
+            if self.on_host:
+                value.data.copy_(self.adapters[name].local())
         for group in self.inner.param_groups:
             group["lr"] = rate
         if self.values:
             self.inner.step()
+        if self.on_host:
+            for name, value in self.values.items():
+                self.adapters[name].local().copy_(value.detach())
+                value.grad = None
+
+    def _at_hand(self, value: Tensor) -> Tensor:
+        """A value where the step is made: itself, or a copy in host memory."""
+        return value.to("cpu", copy=True) if self.on_host else value
 
     def clear(self) -> None:
         """Forget all gradients."""

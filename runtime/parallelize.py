@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from shardwright.checkpoints.components import component_of
 from shardwright.runtime.experts.module import LoraExperts
 from shardwright.runtime.mesh import Ranks
 from shardwright.schemas.errors import LegalityError
@@ -23,7 +23,7 @@ LAYER_LISTS = ("layers", "blocks", "h")
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Name → decoder layer: the entries of the longest list of layers.
+    """Name → decoder layer: the entries of the longest list of layers outside a vision tower.
 
     Raises:
         LegalityError: ``no-layers``.
@@ -31,7 +31,9 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     lists = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and name.rsplit(".", 1)[-1] in LAYER_LISTS
+        if isinstance(module, nn.ModuleList)
+        and name.rsplit(".", 1)[-1] in LAYER_LISTS
+        and component_of(f"{name}.0", 2) != "vision"
     }
     if not lists:
         raise LegalityError(
@@ -44,12 +46,20 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {f"{best}.{index}": layer for index, layer in lists[best].named_children()}
 
 
-def shard(model: nn.Module, strategy: ParallelStrategy, precision: PrecisionSpec, ranks: Ranks) -> None:
+def shard(
+    model: nn.Module, strategy: ParallelStrategy, precision: PrecisionSpec, ranks: Ranks, domain: int = 0
+) -> None:
     """Wrap the model on meta. Groups of one rank are not wrapped.
 
     Gradients are summed, not averaged: the loss is already divided by the tokens of the whole batch. With averages an
     expert's gradient, which all ranks of its EP group reach through the dispatch, would come out ep times too large
     beside the dense ones.
+
+    Args:
+        domain: neighbouring ranks that reach each other without a network card, for a plan that reshards inside it.
+
+    Raises:
+        LegalityError: ``reshard-scope``, ``no-layers``.
     """
     dense, expert_mesh = ranks.dense_fsdp(), ranks.expert_fsdp()
     if dense is None:
@@ -59,7 +69,7 @@ def shard(model: nn.Module, strategy: ParallelStrategy, precision: PrecisionSpec
         reduce_dtype=DTYPES[precision.reduce],
         cast_forward_inputs=False,
     )
-    options: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": strategy.reshard_after_forward}
+    of_dense, of_experts = reshard_ranks(strategy, domain)
     layers = list(decoder_layers(model).values())
     whole: set[nn.Parameter] = set()
     units: list[list[FSDPModule]] = []
@@ -70,8 +80,14 @@ def shard(model: nn.Module, strategy: ParallelStrategy, precision: PrecisionSpec
                 whole.update(experts.parameters())
             else:
                 place = partial(expert_placement, shards=ranks.sizes.shard)
-                fully_shard(experts, mesh=expert_mesh, shard_placement_fn=place, **options)
-        fully_shard(layer, mesh=dense, ignored_params=whole, **options)
+                fully_shard(
+                    experts,
+                    mesh=expert_mesh,
+                    shard_placement_fn=place,
+                    reshard_after_forward=of_experts,
+                    mp_policy=policy,
+                )
+        fully_shard(layer, mesh=dense, ignored_params=whole, reshard_after_forward=of_dense, mp_policy=policy)
         units.append([layer, *(inner if expert_mesh is not None else [])])  # type: ignore[list-item]
     fully_shard(model, mesh=dense, ignored_params=whole, mp_policy=policy)
     for module in model.modules():
@@ -79,6 +95,29 @@ def shard(model: nn.Module, strategy: ParallelStrategy, precision: PrecisionSpec
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     _prefetch(units, strategy.prefetch_depth)
+
+
+def reshard_ranks(strategy: ParallelStrategy, domain: int) -> tuple[bool | int, bool | int]:
+    """Over how many ranks (dense weights, expert stacks) are spread after forward: all, none, or those of a domain.
+
+    Ranks that shard one EP rank's experts stand ep apart, so a domain holds ``domain / ep`` of them; where that is one,
+    expert weights stay whole until backward.
+
+    Raises:
+        LegalityError: ``reshard-scope`` where domains do not divide the group.
+    """
+    everywhere = strategy.reshard_after_forward
+    if strategy.reshard_scope != "node" or not everywhere:
+        return everywhere, everywhere
+    shards, ep = strategy.mesh.shard, strategy.mesh.ep
+    if domain < 2 or shards * ep <= domain or (shards * ep) % domain or (domain % ep and ep % domain):
+        raise LegalityError(
+            "reshard-scope",
+            f"{shards * ep} ranks share the weights, {ep} the experts; domains of {domain} do not divide them evenly",
+            where="decision.strategy.reshard_scope",
+            next_action="choose reshard_scope all",
+        )
+    return domain, domain // ep if domain > ep else False
 
 
 def expert_placement(parameter: nn.Parameter, shards: int) -> Shard:

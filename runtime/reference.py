@@ -20,6 +20,7 @@ from shardwright.checkpoints.reader import ShardReader
 from shardwright.runtime.batch import IGNORE
 from shardwright.runtime.experts.dense_block import is_dense
 from shardwright.runtime.files import Files, open_files
+from shardwright.runtime.images import seen_images
 from shardwright.runtime.load.decode import read_base
 from shardwright.runtime.lora.inject import adapter_names
 from shardwright.schemas.lora import LoraTarget
@@ -139,11 +140,13 @@ class _ExpertLoop:
         return self.module.act_fn(gate) * value
 
 
-def _documents(row: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """[3, S] planes → (ids, labels) [1, s] of each document that counts, so that each runs alone."""
+def _documents(row: Tensor) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """[3 or 4, S] planes → (ids, labels, images) [1, s] of each document that counts, so that each runs alone."""
     starts = [place for place, position in enumerate(row[2].tolist()) if position == 0]
     pieces = [row[:, first:last] for first, last in zip(starts, [*starts[1:], row.shape[1]], strict=True)]
-    return [(piece[:1], piece[1:2]) for piece in pieces if bool((piece[1] != IGNORE).any())]
+    images = [piece[3:4] if len(piece) == 4 else None for piece in pieces]
+    counted = [bool((piece[1] != IGNORE).any()) for piece in pieces]
+    return [(p[:1], p[1:2], image) for p, image, counts in zip(pieces, images, counted, strict=True) if counts]
 
 
 def reference_step(
@@ -152,15 +155,16 @@ def reference_step(
     """Loss per predicted token and gradient norm of a whole batch, some rows or one document at a time.
 
     Args:
-        batch: [G, S] ids, or [G, 3, S] planes of ids, labels and positions.
+        batch: [G, S] ids, or [G, 3 or 4, S] planes of ids, labels, positions and images.
         rows: ids of so many sequences run together.
     """
     planes = batch.dim() == 3
     tokens = int((batch[:, 1] != IGNORE).sum()) if planes else batch.shape[0] * (batch.shape[1] - 1)
     loss = 0.0
     for part in batch.to(device).split(1 if planes else rows):
-        for ids, labels in _documents(part[0]) if planes else ((part, part[:, 1:]),):
-            logits = model(input_ids=ids, use_cache=False).logits[:, : labels.shape[1]].float()
+        for ids, labels, images in _documents(part[0]) if planes else ((part, part[:, 1:], None),):
+            seen = seen_images(model, images)
+            logits = model(input_ids=ids, use_cache=False, **seen).logits[:, : labels.shape[1]].float()
             summed = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
             share = summed / tokens
             if leaves:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 Bounds = tuple[tuple[int, ...], ...]
 """For each row: 0, every later place where a document begins, S."""
 
-RECURRENT = frozenset({"KimiLinearDeltaAttention"})
+RECURRENT = frozenset({"KimiLinearDeltaAttention", "DeltaAttention"})
 """Classes of layers that carry a state along a row and return [B, S, H]."""
 
 _active: list[Bounds | None] = [None]

@@ -7,11 +7,14 @@ from pathlib import Path
 
 from torch import nn
 
-from shardwright.runtime.checkpointing import checkpoint_layers
+from shardwright.runtime.checkpointing import checkpoint_layers, recomputed
+from shardwright.runtime.checks.dtypes import require_one_trainable_dtype
 from shardwright.runtime.device import Device
 from shardwright.runtime.experts.balance import LoadMeter
 from shardwright.runtime.experts.hierarchical import Nodes, open_nodes
 from shardwright.runtime.experts.packed import packed_experts_of
+from shardwright.runtime.experts.placement import slots_of
+from shardwright.runtime.experts.shared import put_shared_under_dispatch
 from shardwright.runtime.files import Files, open_files
 from shardwright.runtime.fuse import Switch, install_fusions
 from shardwright.runtime.load.stream import Progress, load_weights, materialize
@@ -79,12 +82,15 @@ def build_on(
         packed=packed_experts_of(files.names, stacks, strategy.base_format, strategy.mesh.shard),
         chunks=strategy.overlap_chunks,
         nodes=_nodes(plan, ranks),
+        slots=slots_of(strategy),
     )
+    require_one_trainable_dtype(decoder_layers(model), model)
     keep_apart(model)
     switches = install_fusions(model, decision.fusions)
-    if strategy.checkpointing == "full":
-        checkpoint_layers(list(decoder_layers(model).values()), meter)
-    shard(model, strategy, recipe.precision, ranks)
+    if strategy.overlap == "shared":
+        put_shared_under_dispatch(model)
+    checkpoint_layers(recomputed(list(decoder_layers(model).values()), strategy), meter)
+    shard(model, strategy, recipe.precision, ranks, decision.cluster.domain_devices)
     return model, files, meter, switches
 
 
@@ -96,11 +102,12 @@ def _nodes(plan: AdaptationPlan, ranks: Ranks) -> Nodes | None:
     """
     if plan.decision.strategy.dispatch != "hierarchical":
         return None
-    nodes = open_nodes(ranks.world, ranks.rank, ranks.sizes.ep, plan.decision.cluster.devices_per_node)
+    devices = plan.decision.cluster.domain_devices
+    nodes = open_nodes(ranks.world, ranks.rank, ranks.sizes.ep, devices)
     if nodes is None:
         raise LegalityError(
             "dispatch-hierarchical",
-            f"ep {ranks.sizes.ep} over nodes of {plan.decision.cluster.devices_per_node} devices has one stage",
+            f"ep {ranks.sizes.ep} over nodes of {devices} devices has one stage",
             where="decision.strategy.dispatch",
             next_action="choose dispatch all_to_all",
         )

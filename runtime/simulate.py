@@ -7,7 +7,7 @@ values to route by), so what this checks of a cost model are the static and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 from shardwright.checkpoints.build import build_on_meta
-from shardwright.runtime.checkpointing import checkpoint_layers
+from shardwright.runtime.checkpointing import checkpoint_layers, recomputed
 from shardwright.runtime.device import Device
 from shardwright.runtime.experts import module as expert_module
 from shardwright.runtime.experts.balance import LoadMeter
@@ -34,7 +34,7 @@ from shardwright.schemas.lora import LoraTarget
 from shardwright.schemas.recipe import Recipe
 from shardwright.schemas.strategy import ParallelStrategy
 
-SHARDED, UNSHARDED, GATHERS = "Sharded Param", "Unsharded Param", "All Gather"
+SHARDED, UNSHARDED, GATHERS, TOTAL = "Sharded Param", "Unsharded Param", "All Gather", "Total"
 """Kinds as FSDP2's tracker calls them."""
 
 
@@ -43,7 +43,9 @@ class Simulated:
     """Bytes of rank 0 at its fullest, as FSDP2's tracker names them."""
 
     by_kind: dict[str, int]
-    """At the fullest moment of all."""
+    """At the fullest moment of all; kinds that held nothing are left out."""
+    total: int
+    """Bytes of all kinds at that moment."""
     gathered: int
     """Most of unsharded parameters and all-gather buffers at any module's begin or end."""
 
@@ -60,12 +62,14 @@ def simulate(
     targets: tuple[LoraTarget, ...],
     *,
     layers: int | None = None,
+    prepare: Callable[[nn.Module], None] | None = None,
 ) -> Simulated:
     """One micro-batch of rank 0 of ``strategy.mesh.world_size`` ranks.
 
     Args:
         checkpoint: only its config.json is read.
         layers: keep only the first so many layers (targets beyond them are left out).
+        prepare: changes the adapted model before it is checkpointed and sharded: operators that know fake tensors.
 
     Raises:
         ClusterError: ``process-group`` where this process belongs to a real one.
@@ -82,14 +86,19 @@ def simulate(
     world = strategy.mesh.world_size
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        model = _sharded(checkpoint, recipe, strategy, targets, layers)
+        model = _sharded(checkpoint, recipe, strategy, targets, layers, prepare)
         return _tracked(model, recipe, strategy)
     finally:
         dist.destroy_process_group()
 
 
 def _sharded(
-    checkpoint: Path, recipe: Recipe, strategy: ParallelStrategy, targets: tuple[LoraTarget, ...], layers: int | None
+    checkpoint: Path,
+    recipe: Recipe,
+    strategy: ParallelStrategy,
+    targets: tuple[LoraTarget, ...],
+    layers: int | None,
+    prepare: Callable[[nn.Module], None] | None,
 ) -> nn.Module:
     device = Device("cpu", torch.device("cpu"), "fake")
     ranks = open_mesh(strategy.mesh, device)
@@ -105,8 +114,9 @@ def _sharded(
     inject(
         model, chosen, model_type=family, ranks=ranks, meter=meter, dropout=0.0, dtype=DTYPES[recipe.precision.adapter]
     )
-    if strategy.checkpointing == "full":
-        checkpoint_layers(list(decoder_layers(model).values()), meter)
+    if prepare is not None:
+        prepare(model)
+    checkpoint_layers(recomputed(list(decoder_layers(model).values()), strategy), meter)
     shard(model, strategy, recipe.precision, ranks)
     return model
 
@@ -121,18 +131,19 @@ def _tracked(model: nn.Module, recipe: Recipe, strategy: ParallelStrategy) -> Si
         with tracker:
             summed_loss(model, ids).backward()
         peak = _kinds(tracker.get_tracker_snapshot("peak"))
+        total = peak.pop(TOTAL)
     seen = [
         _kinds(one)
         for stats in tracker.memory_tracking.values()
         for snapshots in stats.snapshots.values()
         for one in snapshots
     ]
-    return Simulated(peak, max((one.get(UNSHARDED, 0) + one.get(GATHERS, 0) for one in seen), default=0))
+    return Simulated(peak, total, max((one.get(UNSHARDED, 0) + one.get(GATHERS, 0) for one in seen), default=0))
 
 
 def _kinds(snapshot: dict[torch.device, dict[Any, int]]) -> dict[str, int]:
     found = snapshot.get(torch.device("cpu"), {})
-    return {str(getattr(kind, "value", kind)): int(size) for kind, size in found.items()}
+    return {str(getattr(kind, "value", kind)): int(size) for kind, size in found.items() if size}
 
 
 @contextmanager

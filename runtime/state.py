@@ -2,7 +2,7 @@
 
 A save is copied to host memory at once and written while training goes on (``Saver``); it gets its name when all ranks
 have written their part. Parameters are saved by their whole shape, so another mesh can read them. Which sequences come
-next follows from the step alone (``runtime.data.Batches``).
+next follows from the step alone (``runtime.batches.Batches``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwright.runtime.agree import on_first_rank, together
 from shardwright.runtime.device import Device
 from shardwright.runtime.mesh import Ranks
 from shardwright.runtime.optimizer import AdapterOptimizer
-from shardwright.runtime.ownership import Owned, as_saved
+from shardwright.runtime.ownership import Owned, as_saved, by_place, local_values
 from shardwright.runtime.state_folder import (
     FOLDER,
     LATEST,
@@ -60,10 +60,15 @@ __all__ = [
     "latest",
     "load",
     "read_adapters",
+    "read_biases",
     "read_manifest",
     "saves",
     "set_aside",
 ]
+
+
+BIAS = "router_bias."
+"""Before the name of a router's bias in a save."""
 
 
 class Saver:
@@ -74,6 +79,7 @@ class Saver:
         plan: whose hashes every save carries.
         adapters, optimizer: what is saved.
         ranks, device: this rank's place.
+        biases: routers' biases that move, the same on every rank.
     """
 
     def __init__(
@@ -84,9 +90,10 @@ class Saver:
         optimizer: AdapterOptimizer,
         ranks: Ranks,
         device: Device,
+        biases: dict[str, torch.Tensor] | None = None,
     ) -> None:
         self.run_dir, self.plan, self.adapters, self.optimizer = run_dir, plan, adapters, optimizer
-        self.ranks, self.device = ranks, device
+        self.ranks, self.device, self.biases = ranks, device, biases or {}
         # The thread's collectives are its own: they must not mix with training's.
         self.group = dist.new_group(backend="gloo") if ranks.world > 1 else None
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="save")
@@ -109,7 +116,7 @@ class Saver:
         on_first_rank(lambda: require_room(self.run_dir, step, self._bytes()))
         on_first_rank(lambda: self._guarded(step, lambda: fresh(work)))
         together(lambda: self._guarded(step, lambda: self._write_rng(work)))
-        staged = BlockingAsyncStager().stage(_tensors(self.adapters, self.optimizer, self.ranks))
+        staged = BlockingAsyncStager().stage(_tensors(self.adapters, self.optimizer, self.ranks, self.biases))
         batch = self.plan.decision.recipe.batch
         facts = {
             "hashes": self.plan.hashes.model_dump(),
@@ -171,10 +178,15 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _tensors(adapters: dict[str, Owned], optimizer: AdapterOptimizer, ranks: Ranks) -> dict[str, Any]:
-    """Adapter values and moments, each knowing its place in the whole; ranks that hold nothing say so too."""
+def _tensors(
+    adapters: dict[str, Owned], optimizer: AdapterOptimizer, ranks: Ranks, biases: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Adapter values and moments, each knowing its place in the whole, and routers' biases, whole on every rank.
+
+    Ranks that hold nothing of an adapter say so too.
+    """
     moments = optimizer.moments()
-    state: dict[str, Any] = {}
+    state: dict[str, Any] = {f"{BIAS}{name}": value for name, value in biases.items()}
     for name, owned in adapters.items():
         values = owned.local()
         state[f"adapter.{name}"] = as_saved(owned, values, ranks)
@@ -190,16 +202,23 @@ def expert_tokens(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def load(
-    folder: Path, step: int, adapters: dict[str, Owned], optimizer: AdapterOptimizer, ranks: Ranks, device: Device
+    folder: Path,
+    step: int,
+    adapters: dict[str, Owned],
+    optimizer: AdapterOptimizer,
+    ranks: Ranks,
+    device: Device,
+    biases: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Fill adapters and optimizer in place, from a save made on any mesh.
+    """Fill adapters, optimizer and routers' biases in place, from a save made on any mesh.
 
     Random states are a rank's own: they are taken back on the mesh that made them; on another one the generators are
     seeded from step and rank.
     """
-    state = _tensors(adapters, optimizer, ranks)
+    state = _tensors(adapters, optimizer, ranks, biases or {})
     with _quiet():
         load_sharded(state, checkpoint_id=folder, no_dist=ranks.world == 1)
+    _take_back(state, adapters, optimizer, ranks)
     optimizer.set_steps(step)
     same_mesh = read_manifest(folder)["mesh"] == ranks.sizes.model_dump()
     if same_mesh:
@@ -208,14 +227,36 @@ def load(
         device.manual_seed((step << 20) + ranks.rank)
 
 
+def _take_back(state: dict[str, Any], adapters: dict[str, Owned], optimizer: AdapterOptimizer, ranks: Ranks) -> None:
+    """Copy what was loaded beside the model: placed experts, which come in their own order, and moments on the host."""
+    moments = optimizer.moments()
+    for name, owned in adapters.items():
+        held = {"adapter": owned.local(), **moments.get(name, {})}
+        for kind in ("adapter", "exp_avg", "exp_avg_sq"):
+            values = by_place(owned, local_values(state[f"{kind}.{name}"]), ranks)
+            if kind in held and values.data_ptr() != held[kind].data_ptr():
+                held[kind].copy_(values)
+
+
 def read_adapters(folder: Path) -> dict[str, torch.Tensor]:
     """Whole adapter tensors of a save, in one process without a process group."""
+    return _read(folder, "adapter.")
+
+
+def read_biases(folder: Path) -> dict[str, torch.Tensor]:
+    """Routers' biases of a save by their full names; empty where the recipe froze them."""
+    return _read(folder, BIAS)
+
+
+def _read(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
     metadata = FileSystemReader(folder).read_metadata()
     state: dict[str, Any] = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in metadata.state_dict_metadata.items()
-        if key.startswith("adapter.") and isinstance(entry, TensorStorageMetadata)
+        if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
+    if not state:
+        return {}
     with _quiet():
         load_sharded(state, checkpoint_id=folder, no_dist=True)
-    return {key.removeprefix("adapter."): value for key, value in state.items()}
+    return {key.removeprefix(prefix): value for key, value in state.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,18 +15,21 @@ from torch import Tensor
 
 from shardwright.runtime import state
 from shardwright.runtime.agree import on_first_rank
-from shardwright.runtime.balancing import balancer_for, loss_over_ranks
-from shardwright.runtime.checks.memory import OUT_OF_MEMORY, out_of_memory
+from shardwright.runtime.balancing import balancer_for, biases_for, loss_over_ranks
+from shardwright.runtime.batches import Batches
+from shardwright.runtime.checks.memory import memory_guard
 from shardwright.runtime.checks.triage import where_not_finite
-from shardwright.runtime.data import Batches
+from shardwright.runtime.checks.usage import held_bytes
 from shardwright.runtime.device import Device
 from shardwright.runtime.early_stop import EarlyStop
 from shardwright.runtime.evaluate import evaluate
 from shardwright.runtime.experts.balance import max_over_mean
+from shardwright.runtime.fused_dsa_loss import indexer_loss_for
 from shardwright.runtime.lora.linear import LoraLinear
 from shardwright.runtime.losses import summed_loss
 from shardwright.runtime.mesh import Ranks
 from shardwright.runtime.optimizer import AdapterOptimizer, learning_rate
+from shardwright.runtime.ownership import sum_copies
 from shardwright.runtime.preemption import StopRequest, interrupted
 from shardwright.runtime.profile import recording
 from shardwright.runtime.session import Live
@@ -43,6 +47,7 @@ class Gradient:
     norm: float
     loads: dict[str, Tensor]
     balance: float = 0.0
+    indexer: float = 0.0
 
 
 @dataclass
@@ -66,8 +71,17 @@ class Trainer:
         self.strategy = self.plan.decision.strategy
         planes = self.batches.sequences.ndim != 2
         self.balancer = balancer_for(self.plan, self.live.model, self.live.meter, planes)
-        self.optimizer = AdapterOptimizer(self.live.adapters, self.recipe.optimizer, self.ranks)
-        self.saver = state.Saver(self.run_dir, self.plan, self.live.adapters, self.optimizer, self.ranks, self.device)
+        self.indexer = indexer_loss_for(self.plan, self.live.model, self.live.meter)
+        self.biases = biases_for(self.plan, self.live.model, self.live.meter)
+        on_host = self.strategy.offload == "adapter_optimizer"
+        self.optimizer = AdapterOptimizer(self.live.adapters, self.recipe.optimizer, self.ranks, on_host)
+        self.saver = state.Saver(
+            self.run_dir, self.plan, self.live.adapters, self.optimizer, self.ranks, self.device, self.router_biases()
+        )
+
+    def router_biases(self) -> dict[str, Tensor]:
+        """Full name → bias that moves with the loads; empty where all are frozen."""
+        return {} if self.biases is None else self.biases.tensors()
 
     def gradient(self, step: int) -> Gradient:
         """Forward and backward over this rank's micro-batches of a step; gradients are sums over all ranks.
@@ -85,9 +99,11 @@ class Trainer:
                 total += self._one_micro_batch(rows, tokens)
         self._dropout(False)
         balance = loss_over_ranks(self.balancer, self.ranks, self.device)
+        indexer = loss_over_ranks(self.indexer, self.ranks, self.device)
         if self.ranks.world > 1:
             dist.all_reduce(total)
         loads = self.live.meter.finish_step()
+        sum_copies(self.live.adapters, self.ranks)
         norm = self.optimizer.global_norm(self.optimizer.gradients())
         if not np.isfinite(float(total)) or not np.isfinite(norm):
             raise CheckFailed(
@@ -96,7 +112,7 @@ class Trainer:
                 where=f"step {step}",
                 next_action="lower the learning rate; `latest` still names the last good save",
             )
-        return Gradient(float(total), norm, loads, balance)
+        return Gradient(float(total), norm, loads, balance, indexer)
 
     def _one_micro_batch(self, rows: Tensor, tokens: int) -> Tensor:
         """Forward and backward of rows [micro, …]; its part of the loss.
@@ -104,27 +120,25 @@ class Trainer:
         Raises:
             RunError: ``out-of-memory``.
         """
-        moment: Moment = "forward_peak"
-        try:
-            with self.device.attention():
+        with self.device.attention():
+            with self._guarded("forward_peak"):
                 loss = summed_loss(self.live.model, rows.to(self.device.torch_device)) / tokens
-                moment = "backward_peak"
+            with self._guarded("backward_peak"):
                 loss.backward()
-        except OUT_OF_MEMORY as error:
-            raise out_of_memory(self.plan, self.device, moment, error) from error
         return loss.detach().double()
 
     def apply(self, step: int, gradient: Gradient) -> float:
-        """Clip and step; returns the learning rate.
+        """Clip and step, and move the routers' biases where the recipe says so; returns the learning rate.
 
         Raises:
             RunError: ``out-of-memory``.
+            RecipeError: ``balance-choice``.
         """
         rate = learning_rate(step, float(self.recipe.optimizer.learning_rate), self.recipe.schedule)
-        try:
+        with self._guarded("optimizer_step"):
             self.optimizer.step(rate, gradient.norm)
-        except OUT_OF_MEMORY as error:
-            raise out_of_memory(self.plan, self.device, "optimizer_step", error) from error
+        if self.biases is not None:
+            self.biases.move(gradient.loads)
         return rate
 
     def step(self, step: int, on_gradient: Callable[[int, Gradient], None]) -> tuple[StepMetric, Gradient]:
@@ -147,14 +161,20 @@ class Trainer:
             peak_memory_bytes=self._peak_over_ranks(),
             expert_load_max_over_mean=max_over_mean(gradient.loads),
             balance_loss=gradient.balance,
+            indexer_loss=gradient.indexer,
         )
         return metric, gradient
 
     def evaluate(self, step: int) -> EvalMetric:
-        """Held-out loss now."""
-        return evaluate(
-            self.live.model, self.held_out, step, self.strategy.micro_batch_sequences, self.ranks, self.device
-        )
+        """Held-out loss now.
+
+        Raises:
+            RunError: ``out-of-memory``.
+        """
+        with self._guarded("forward_peak"):
+            return evaluate(
+                self.live.model, self.held_out, step, self.strategy.micro_batch_sequences, self.ranks, self.device
+            )
 
     def start_save(self, step: int) -> Path:
         """Begin a save of this step; training goes on while it is written."""
@@ -177,7 +197,8 @@ class Trainer:
         if found is None:
             return 0
         self.resume_notes = on_first_rank(lambda: state.set_aside(found))
-        state.load(found.folder, found.step, self.live.adapters, self.optimizer, self.ranks, self.device)
+        held = self.router_biases()
+        state.load(found.folder, found.step, self.live.adapters, self.optimizer, self.ranks, self.device, held)
         self.live.meter.total = state.expert_tokens(found.folder)
         return found.step
 
@@ -222,6 +243,13 @@ class Trainer:
                     raise interrupted(step, schedule.steps, str(self.run_dir))
             self.saver.finish()
         return None
+
+    def held(self) -> dict[str, int]:
+        """What this rank's named tensors take, by component of the memory model, bytes."""
+        return held_bytes(self.live.model, self.live.parameters, self.optimizer.inner.state.values())
+
+    def _guarded(self, moment: Moment) -> AbstractContextManager[None]:
+        return memory_guard(self.plan, self.device, moment, self.held)
 
     def _peak_over_ranks(self) -> int:
         peak = torch.tensor(self.device.peak_memory_bytes(), device=self.device.torch_device)

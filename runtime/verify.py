@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardwright.checkpoints.config import read_config
 from shardwright.checkpoints.fingerprint import fingerprint
+from shardwright.checkpoints.remote_code import read_code, trust
 from shardwright.checkpoints.targets import parameter_shapes, resolve_targets
 from shardwright.kernels.registry import source_sha256
 from shardwright.runtime.device import available
@@ -19,7 +20,7 @@ from shardwright.search_spaces.executable import EXECUTABLE
 
 
 def verify_plan_against_world(plan: AdaptationPlan, checkpoint: Path, recipe_root: Path) -> None:
-    """Recompute everything that the decision pins.
+    """Recompute everything that the decision pins. Code of the checkpoint is trusted in this process from then on.
 
     Args:
         plan: parsed, its hashes verified.
@@ -38,6 +39,8 @@ def verify_plan_against_world(plan: AdaptationPlan, checkpoint: Path, recipe_roo
         *_kernels(decision),
         *_devices(decision),
     ]
+    if not differences and decision.remote_code is not None:
+        trust(checkpoint, decision.remote_code.sha256)
     if not differences:
         differences = [*_strategy(decision), *_targets(decision, checkpoint)]
     if differences:
@@ -67,6 +70,12 @@ def _checkpoint(decision: Decision, folder: Path) -> Iterator[str]:
     for field, planned in decision.checkpoint.model_dump().items():
         if field != "digest":
             yield from _differ(f"decision.checkpoint.{field}", planned, found[field])
+    if decision.remote_code is not None:
+        seen, wanted = read_code(folder)[0], decision.remote_code
+        for name in sorted({*seen.files, *wanted.files}):
+            kept = wanted.files.get(name, "no such file")
+            yield from _differ(f"decision.remote_code.files[{name}]", kept, seen.files.get(name, "no such file"))
+        yield from _differ("decision.remote_code.sha256", wanted.sha256, seen.sha256)
 
 
 def _data(decision: Decision, root: Path) -> Iterator[str]:

@@ -56,6 +56,8 @@ def entry() -> None:
 
     die_with_parent()
     code = main()
+    if (remote := sys.modules.get("shardwright.checkpoints.remote_code")) is not None:
+        remote.release()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -143,3 +143,10 @@ class ClusterRef(Model):
     world_size: PositiveInt
     devices_per_node: PositiveInt
     backend: Literal["nccl", "gloo"]
+    super_node_devices: CountInt = added(0)
+    """Devices joined by a wider load/store domain than a node; 0: a node is the domain."""
+
+    @property
+    def domain_devices(self) -> int:
+        """Neighbouring ranks that reach each other without a network card."""
+        return min(max(self.super_node_devices, self.devices_per_node), self.world_size)

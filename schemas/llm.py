@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from shardwright.schemas.base import CountInt, DecimalText, Model, NonNegative, Sha256
+from shardwright.schemas.base import CountInt, DecimalText, Model, NonNegative, Sha256, added
 
 LlmMode = Literal["off", "advise", "required"]
 LlmEnd = Literal["complete", "budget", "failed"]
@@ -87,6 +87,25 @@ class LlmRecord(Model):
     recording_sha256: Sha256 | None = None
     """Hash of the exchanges; a replay of them gives this record again."""
     suggestions: tuple[Suggestion, ...] = ()
+    limits: LlmLimits | None = added(None)
+    """The budgets under which it worked; ``None`` in plans of before they could be set."""
+    price_in: NonNegative | None = added(None)
+    """Per million prompt tokens."""
+    price_out: NonNegative | None = added(None)
+    """Per million completion tokens."""
+
+    def spent(self) -> tuple[str, ...]:
+        """What was spent of each budget that is counted in the plan; seconds are not, they differ from run to run."""
+        tokens = self.prompt_tokens + self.completion_tokens
+        limits = self.limits
+        spent = [f"{self.calls:,}{'' if limits is None else f' of {limits.calls:,}'} calls"]
+        spent.append(f"{tokens:,}{'' if limits is None else f' of {limits.tokens:,}'} tokens")
+        if self.money is not None:
+            most = "" if limits is None or limits.money is None else f" of {limits.money:g}"
+            spent.append(f"money {self.money}{most}")
+        if limits is not None:
+            spent.append(f"at most {limits.seconds:g} s")
+        return tuple(spent)
 
     def text(self) -> str:
         """One line for provenance and reports."""

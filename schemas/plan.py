@@ -49,6 +49,15 @@ class Edit(Model):
     actor: str
 
 
+class RemoteCode(Model):
+    """Code that came with the checkpoint and that its user named by hash; workers run it and no other."""
+
+    sha256: Sha256
+    """Over names and hashes of all code files."""
+    files: dict[str, Sha256]
+    """Path in the checkpoint → hash."""
+
+
 class Decision(Model):
     """What workers do. Integers, booleans and strings only."""
 
@@ -65,6 +74,8 @@ class Decision(Model):
     questions: tuple[Question, ...] = ()
     environment: dict[str, str]
     """Versions that workers must have: ``python`` (minor), ``torch``, ``transformers``, ``shardwright``."""
+    remote_code: RemoteCode | None = added(None)
+    """``None``: nothing from the checkpoint is executed."""
     edits: tuple[Edit, ...] = ()
 
 

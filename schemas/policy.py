@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from shardwright.schemas.base import Model
+from shardwright.schemas.base import Model, added
 from shardwright.schemas.fusion import ObligationName
 
 RULES = (
@@ -75,6 +75,8 @@ class Policy(Model):
     """Licences the checkpoint may state (``apache-2.0``); a checkpoint that states none is denied."""
     allow_remote_code: bool = True
     """Whether a model that the installed transformers cannot build without the checkpoint's own code may be planned."""
+    allow_written_kernels: bool = added(False)
+    """Whether ``kernels write`` may let a language model write a kernel for a region; no plan uses one unread."""
     require_measured: tuple[Literal["gains", "memory", "time"], ...] = ()
     """What must be measured, not modelled: gains of installed fusions, every memory term, every time term."""
     require_obligations: tuple[ObligationName, ...] = ()

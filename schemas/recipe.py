@@ -52,6 +52,9 @@ class DataSpec(Model):
     text_field: str = "text"
     messages_field: str = added("messages")
     """Where a record of ``jsonl-messages`` keeps its list of {role, content}."""
+    images_field: str = added("")
+    """Where a record of JSON lines keeps its images, in the order in which the checkpoint's placeholder token stands in
+    its text; empty: text alone. Records with images stay whole, as conversations do."""
     packing: bool = True
     """Texts are concatenated with an end-of-text token and cut into sequences; conversations stay whole and share a
     sequence while they fit. False: one document a sequence, padded; one that is too long is refused."""
@@ -125,9 +128,16 @@ class BalanceSpec(Model):
     target_load: DecimalText = "0"
     """Above 1: a layer's coefficients are multiplied by its measured excess load over this one's (hottest expert over
     mean), between 0 and 4; 0: they stay."""
+    bias: Literal["frozen", "sign", "quantile"] = added("frozen")
+    """What happens to the biases that pick experts (no gradient, fp32), once a step, from the loads over all ranks.
+    ``frozen``: nothing. ``sign``: ``bias_rate`` up or down, against the load. ``quantile``: to where the step's tokens
+    would have been shared evenly. A moved bias is part of the result, and exported with the adapter."""
+    bias_rate: DecimalText = added("0.001")
+    """Step of ``sign``; ``quantile`` has none."""
 
     @property
     def active(self) -> bool:
+        """Whether a loss is added."""
         return float(self.auxiliary) > 0 or float(self.sequence) > 0
 
     @model_validator(mode="after")
@@ -136,6 +146,23 @@ class BalanceSpec(Model):
             raise ValueError("balancing coefficients are 0 or more")
         if float(self.target_load) != 0 and float(self.target_load) <= 1:
             raise ValueError("target_load is above 1, the load of even experts, or 0")
+        if not 0 < float(self.bias_rate) <= 1:
+            raise ValueError("bias_rate is above 0 and at most 1")
+        return self
+
+
+class IndexerSpec(Model):
+    """How the indexers of sparse attention learn, where adapters lie on them (``*.indexer.wq_b``, …)."""
+
+    loss: DecimalText = "0"
+    """Coefficient of KL(attention ‖ softmax(indexer's scores)) over the selected keys: the mean over the step's tokens,
+    summed over the layers that have an indexer. Its inputs and its target are detached, so nothing else learns from it.
+    0: indexers are frozen."""
+
+    @model_validator(mode="after")
+    def _not_negative(self) -> IndexerSpec:
+        if float(self.loss) < 0:
+            raise ValueError("indexer.loss is 0 or more")
         return self
 
 
@@ -170,5 +197,6 @@ class Recipe(Model):
     precision: PrecisionSpec = PrecisionSpec()
     seeds: SeedSpec = SeedSpec()
     balance: BalanceSpec = added(BalanceSpec())
+    indexer: IndexerSpec = added(IndexerSpec())
     prompt: str = "def "
     """The held-out prompt that ``shardwright generate`` answers by default."""

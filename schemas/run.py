@@ -33,6 +33,8 @@ class StepMetric(Model):
     expert_load_max_over_mean: NonNegative = 0.0
     balance_loss: float = added(0.0)
     """The balancing losses as they joined the gradient, summed over layers and ranks."""
+    indexer_loss: float = added(0.0)
+    """The same of the sparse attentions' indexers."""
 
 
 class EvalMetric(Model):

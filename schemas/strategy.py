@@ -12,6 +12,10 @@ Degree = Annotated[int, Field(ge=1, le=2**20)]
 """Ranks along one axis; bounded, because rules count through what they are given."""
 
 
+ExpertSlots = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]*)(,(0|[1-9][0-9]*))*$")]
+"""Experts by place, as ``3,0,1,2``: one line of a plan for one layer."""
+
+
 class Mesh(Model):
     """Degrees of parallelism; their product is the world size.
 
@@ -63,7 +67,8 @@ class ParallelStrategy(Model):
     prefetch_depth: CountInt = 1
     expert_padding_tokens: PositiveInt = 1
     """Rows of each local expert are padded to a multiple of this; 1 = no padding."""
-    overlap: Literal["none", "chunked"] = "none"
+    overlap: Literal["none", "chunked", "shared"] = "none"
+    """What runs while routed rows travel: nothing, another piece's experts, or the layer's shared expert."""
     overlap_chunks: PositiveInt = added(1)
     """Pieces of a micro-batch's rows, of which one is exchanged while another is computed."""
     dispatch: Literal["all_to_all", "hierarchical"] = added("all_to_all")
@@ -76,6 +81,9 @@ class ParallelStrategy(Model):
     """``contiguous``: expert ``e`` lives on EP rank ``e // (E / ep)``. ``balanced``: by measured loads."""
     redundant_experts: CountInt = added(0)
     """Copies of the most loaded experts that each EP rank holds beside its own."""
+    expert_slots: tuple[ExpertSlots, ...] = added(())
+    """For each MoE layer, in the model's order, the expert in each place; EP rank r holds the r-th equal run of them.
+    Given exactly where experts are placed by measured loads, in a plan that is to run."""
 
     @model_validator(mode="after")
     def _one_gather_rule(self) -> ParallelStrategy:
@@ -87,6 +95,8 @@ class ParallelStrategy(Model):
             raise ValueError("checkpointed_layers are ascending, each once")
         if (self.overlap == "chunked") != (self.overlap_chunks > 1):
             raise ValueError("overlap_chunks is above 1 exactly when overlap is chunked")
+        if self.expert_slots and self.expert_placement != "balanced":
+            raise ValueError("expert_slots are given only where expert_placement is balanced")
         return self
 
     def global_batch_sequences(self) -> int:
@@ -102,6 +112,7 @@ class ParallelStrategy(Model):
         words += [f"prefetch{self.prefetch_depth}"] if self.prefetch_depth != 1 else []
         words += [f"pad{self.expert_padding_tokens}"] if self.expert_padding_tokens > 1 else []
         words += [f"chunks{self.overlap_chunks}"] if self.overlap_chunks > 1 else []
+        words += ["shared-under-dispatch"] if self.overlap == "shared" else []
         words += ["hierarchical"] if self.dispatch == "hierarchical" else []
         words += [f"offload-{self.offload}"] if self.offload != "none" else []
         words += [self.base_format] if self.base_format != "compute" else []

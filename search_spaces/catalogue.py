@@ -70,6 +70,7 @@ def cluster_ref(cluster: ClusterSpec) -> ClusterRef:
         world_size=cluster.world_size,
         devices_per_node=cluster.devices_per_node,
         backend=cluster.backend,
+        super_node_devices=cluster.super_node_devices,
     )
 
 

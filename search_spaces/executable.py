@@ -10,6 +10,8 @@ from dataclasses import dataclass
 Value = int | bool | str
 
 PARITY = "tests/runtime/test_parity.py"
+PLACEMENT = "tests/runtime/test_placement.py"
+SCHEDULE = "tests/runtime/test_schedule_axes.py"
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ _BASE = f"{PARITY}::test_one_rank_equals_plain_training"
 _FSDP = f"{PARITY}::test_fsdp2_equals_one_rank"
 _EP = f"{PARITY}::test_ep2_equals_one_rank"
 _PACKED = "tests/runtime/test_packed.py::test_kept_packed_trains_what_decoding_at_load_trains"
+_COPIES = f"{SCHEDULE}::test_copies_of_experts_keep_gradients"
 _REPLICATE = f"{PARITY}::test_replicate2_equals_one_rank"
 
 EXECUTABLE: dict[str, ExecutableAxis] = {
@@ -48,19 +51,38 @@ EXECUTABLE: dict[str, ExecutableAxis] = {
     "shard": ExecutableAxis({1: _BASE, 2: _FSDP}, any_degree=True),
     "micro_batch_sequences": ExecutableAxis({1: _BASE, 2: f"{PARITY}::test_micro_batch_keeps_losses"}, any_degree=True),
     "accumulation_steps": ExecutableAxis({1: _BASE, 2: f"{PARITY}::test_accumulation_keeps_losses"}, any_degree=True),
-    "checkpointing": ExecutableAxis({"none": _BASE, "full": f"{PARITY}::test_checkpointing_keeps_losses"}),
+    "checkpointing": ExecutableAxis(
+        {
+            "none": _BASE,
+            "full": f"{PARITY}::test_checkpointing_keeps_losses",
+            "layers": f"{SCHEDULE}::test_some_recomputed_layers_keep_gradients",
+        }
+    ),
     "reshard_after_forward": ExecutableAxis({True: _FSDP, False: f"{PARITY}::test_no_reshard_keeps_losses"}),
-    "prefetch_depth": ExecutableAxis({1: _FSDP}),
+    "prefetch_depth": ExecutableAxis({1: _FSDP, 2: f"{SCHEDULE}::test_prefetch_keeps_gradients"}, any_degree=True),
     "expert_padding_tokens": ExecutableAxis({1: _EP}),
-    "overlap": ExecutableAxis({"none": _EP, "chunked": f"{PARITY}::test_chunks_keep_losses"}),
-    "offload": ExecutableAxis({"none": _BASE}),
-    "expert_placement": ExecutableAxis({"contiguous": _EP}),
+    "overlap": ExecutableAxis(
+        {
+            "none": _EP,
+            "chunked": f"{PARITY}::test_chunks_keep_losses",
+            "shared": f"{SCHEDULE}::test_shared_under_dispatch_keeps_gradients",
+        }
+    ),
+    "offload": ExecutableAxis(
+        {
+            "none": _BASE,
+            "adapter_optimizer": f"{PLACEMENT}::test_an_optimizer_on_the_host_goes_on_as_one_on_the_device",
+        }
+    ),
+    "expert_placement": ExecutableAxis(
+        {"contiguous": _EP, "balanced": f"{SCHEDULE}::test_placed_experts_keep_gradients"}
+    ),
     "expert_tp": ExecutableAxis({1: _BASE}),
-    "reshard_scope": ExecutableAxis({"all": _FSDP}),
+    "reshard_scope": ExecutableAxis({"all": _FSDP, "node": f"{SCHEDULE}::test_node_scope_keeps_gradients"}),
     "overlap_chunks": ExecutableAxis({1: _EP, 2: f"{PARITY}::test_chunks_keep_losses"}, any_degree=True),
-    "dispatch": ExecutableAxis({"all_to_all": _EP}),
+    "dispatch": ExecutableAxis({"all_to_all": _EP, "hierarchical": f"{SCHEDULE}::test_two_stages_keep_gradients"}),
     "base_format": ExecutableAxis({"compute": _BASE, "mxfp4": _PACKED, "fp8": _PACKED}),
-    "redundant_experts": ExecutableAxis({0: _EP}),
+    "redundant_experts": ExecutableAxis({0: _EP, 1: _COPIES, 2: _COPIES, 4: _COPIES}),
 }
 """Axis name → what runs."""
 

@@ -196,6 +196,34 @@ def _batch_covers_world(context: SearchContext) -> tuple[Violation, ...]:
     )
 
 
+def _images_need_a_tower(context: SearchContext) -> tuple[Violation, ...]:
+    """Images go through a vision tower, which the checkpoint holds or does not."""
+    field = context.recipe.data.images_field
+    if not field or context.profile.parameters.by_component.get("vision", 0):
+        return ()
+    return (
+        Violation(
+            rule="images-without-vision-tower",
+            message=f"data.images_field is {field!r}, and the checkpoint has no vision tower",
+            nearest_legal=("data.images_field = (empty)",),
+        ),
+    )
+
+
+def _sequence_within_context(context: SearchContext) -> tuple[Violation, ...]:
+    """No sequence is longer than the context that the checkpoint states; one that states none has no limit."""
+    tokens, most = context.sequence_tokens, context.profile.shape.max_position_tokens
+    if not most or tokens <= most:
+        return ()
+    return (
+        Violation(
+            rule="sequence-past-context",
+            message=f"sequences of {tokens} tokens; the checkpoint's context is {most}",
+            nearest_legal=(f"batch.sequence_tokens = {most}",),
+        ),
+    )
+
+
 def _multiples_around(size: int, step: int) -> tuple[int, ...]:
     return tuple(value for value in (size // step * step, -(-size // step) * step) if value)
 
@@ -206,4 +234,6 @@ RECIPE_RULES: tuple[Callable[[SearchContext], tuple[Violation, ...]], ...] = (
     _packed_alignment,
     _base_packing_runs,
     _batch_covers_world,
+    _images_need_a_tower,
+    _sequence_within_context,
 )

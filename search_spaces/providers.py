@@ -16,6 +16,7 @@ import numpy as np
 from shardwright.schemas.errors import KernelError
 from shardwright.schemas.ops import OpCost, PassCost
 from shardwright.search_spaces.provider_chain import BYTES, Chain
+from shardwright.search_spaces.provider_dsa import dsa
 from shardwright.search_spaces.provider_norms import gated_rms_norm, latent_norm, qk_norm_rope
 from shardwright.search_spaces.provider_router import router
 
@@ -191,6 +192,7 @@ PROVIDER_COSTS: dict[str, Callable[..., OpCost]] = {
     "gated_rms_norm": gated_rms_norm,
     "latent_norm": latent_norm,
     "qk_norm_rope": qk_norm_rope,
+    "dsa": dsa,
 }
 """Operator → its cost function."""
 

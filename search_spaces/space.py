@@ -14,7 +14,8 @@ from shardwright.schemas.profile import CheckpointProfile
 from shardwright.schemas.recipe import Recipe
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces.axes import AXES, MESH, SCHEDULE, checkpointed_layers
-from shardwright.search_spaces.axes.base import Axis, Trial, exchanges, gathers, inner_ranks
+from shardwright.search_spaces.axes.base import Axis, Trial, exchanges, gathers, whole_domains
+from shardwright.search_spaces.axes.reshard_scope import domains_divide
 from shardwright.search_spaces.context import SearchContext
 from shardwright.search_spaces.cost.plans import FORMATS, OFFLOADS, Plans
 from shardwright.search_spaces.executable import Value
@@ -77,14 +78,12 @@ def enumerate_plans(context: SearchContext) -> PlanTable:
 
 def signature(context: SearchContext, draws: Draws) -> tuple[object, ...]:
     """All that the axes after the mesh may see of it."""
-    ranks, near = draws["shard"] * draws["ep"] * inner_ranks(draws), inner_ranks(draws)
-    inside = max(1, context.domain // near)
     each = context.experts // draws["ep"] if context.experts else 0
     return (
         gathers(draws),
         exchanges(draws),
-        ranks > context.domain > near,
-        draws["ep"] > inside > 1,
+        domains_divide(context, draws),
+        whole_domains(context, draws, draws["ep"]),
         min(each, 4),
         draws["shard"] > 1,
     )
@@ -115,6 +114,7 @@ def _columns(
         prefetch=tail([draws["prefetch_depth"] for draws in tails], np.float64),
         padding=tail([draws["expert_padding_tokens"] for draws in tails], np.float64),
         chunks=tail([draws["overlap_chunks"] for draws in tails], np.float64),
+        shared=tail([draws["overlap"] == "shared" for draws in tails], np.bool_),
         hierarchical=tail([draws["dispatch"] == "hierarchical" for draws in tails], np.bool_),
         offload=tail([OFFLOADS.index(draws["offload"]) for draws in tails], np.int64),
         format=tail([FORMATS.index(draws["base_format"]) for draws in tails], np.int64),

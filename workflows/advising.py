@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, cast
 from shardwright.schemas.canonical import sha256_file
 from shardwright.schemas.errors import LlmUnavailableError, RunError, UsageError
 from shardwright.schemas.files import write_atomic
-from shardwright.schemas.llm import LlmLimits, LlmMode
+from shardwright.schemas.llm import LlmMode
 from shardwright.workflows.advice import Advice
+from shardwright.workflows.llm_options import LlmOptions
 from shardwright.workflows.request import LlmRequest
 
 if TYPE_CHECKING:
@@ -29,12 +30,14 @@ def llm_request(
     model: str = "",
     replay: Path | None = None,
     offline: bool = False,
+    options: LlmOptions | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[LlmRequest | None, str]:
     """Look whether a language model can be asked, before any work is done.
 
     Args:
         replay: a recording to play in place of asking.
+        options: budgets, prices, and an address that ``url`` and ``model`` come before.
 
     Returns:
         The request, ``None`` where rules alone decide; and what to tell the user of that, empty where nothing.
@@ -51,7 +54,15 @@ def llm_request(
     try:
         if offline and replay is None:
             raise _unavailable("offline", "--offline asks no other machine")
-        endpoint = endpoint_from(given, url=url, model=model, limits=LlmLimits())
+        chosen = options or LlmOptions()
+        endpoint = endpoint_from(
+            given,
+            url=url or chosen.base_url,
+            model=model or chosen.model,
+            limits=chosen.limits,
+            key_variable=chosen.key_variable,
+            prices=(chosen.price_in, chosen.price_out),
+        )
         if replay is not None:
             return _replayed(wanted, endpoint, replay), ""
         if importlib.util.find_spec("openai") is None:

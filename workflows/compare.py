@@ -19,21 +19,39 @@ class Difference(Model):
     right: str
 
 
+NAMED = {"fusions": "proposal_id", "proposals": "id", "lora_targets": "parameter"}
+"""Lists whose entries have names: they are matched by them."""
+
+
 def differences(left: AdaptationPlan, right: AdaptationPlan) -> tuple[Difference, ...]:
-    """Every leaf of decision and evidence that differs, decision first; lists of fusions are matched by proposal."""
+    """Every leaf of decision and evidence that differs, decision first; an entry that one side lacks is one line."""
     found = []
     for section in ("decision", "evidence"):
-        old, new = _leaves(_keyed(getattr(left, section))), _leaves(_keyed(getattr(right, section)))
-        for field in sorted({*old, *new}):
-            a, b = old.get(field, _ABSENT), new.get(field, _ABSENT)
+        old, new = _keyed(getattr(left, section)), _keyed(getattr(right, section))
+        rows = {}
+        for name in NAMED:
+            mine, other = old.get(name, {}), new.get(name, {})
+            for key in mine.keys() ^ other.keys():
+                rows[f"{name}.{key}"] = (_in_short(mine.pop(key, None)), _in_short(other.pop(key, None)))
+        before, after = _leaves(old), _leaves(new)
+        for field in {*before, *after}:
+            a, b = before.get(field, _ABSENT), after.get(field, _ABSENT)
             if a != b:
-                found.append(Difference(section=section, field=field, left=str(a), right=str(b)))
+                rows[field] = (str(a), str(b))
+        found += [Difference(section=section, field=f, left=rows[f][0], right=rows[f][1]) for f in sorted(rows)]
     return tuple(found)
+
+
+def _in_short(entry: dict[str, Any] | None) -> str:
+    """What an entry is, in one line."""
+    if entry is None:
+        return _ABSENT
+    return str(entry.get("title") or entry.get("provider") or "present")
 
 
 def _keyed(section: Any) -> dict[str, Any]:
     raw: dict[str, Any] = section.whole()
-    for name, key in (("fusions", "proposal_id"), ("proposals", "id"), ("lora_targets", "parameter")):
+    for name, key in NAMED.items():
         if name in raw:
             raw[name] = {item[key]: item for item in raw[name]}
     cost = raw.get("cost")

@@ -9,6 +9,7 @@ import yaml
 from shardwright.schemas.cluster import ClusterSpec, DeviceSpec, HostSpec, LinkSpec
 from shardwright.schemas.errors import UsageError
 from shardwright.schemas.files import write_atomic
+from shardwright.schemas.words import plural
 from shardwright.workflows.machine import host_memory_bytes, usable_cores
 
 RECIPE = """\
@@ -87,7 +88,7 @@ def detect_cluster(ranks: int | None) -> ClusterSpec:
     if count > most:
         raise UsageError(
             "too-many-ranks",
-            f"{count} ranks on {most} devices or cores",
+            f"{plural(count, 'rank')} where there are {most} devices or cores",
             where="--ranks",
             next_action=f"at most {most}",
         )

@@ -18,6 +18,7 @@ from shardwright.workflows.decide import Reviewer, settle
 from shardwright.workflows.events import EventLog, Listener, silent
 from shardwright.workflows.limits import DEFAULT_S
 from shardwright.workflows.lock import RunLock
+from shardwright.workflows.remote_code import isolated
 from shardwright.workflows.request import Request, claim
 from shardwright.workflows.search_options import stages_for
 from shardwright.workflows.serde import URL_VARIABLE, saver
@@ -74,10 +75,10 @@ def drive(
         context = Context(
             run_dir=run_dir,
             request=request,
-            stages=stages or stages_for(request),
+            stages=isolated(stages or stages_for(request), Path(request.checkpoint), request.trust_remote_code),
             log=log,
             limits=DEFAULT_S if limits is None else limits,
-            cache=cache,
+            cache=cache if request.trust_remote_code is None else None,
         )
         with saver(run_dir) as checkpointer:
             graph = build_graph(context, checkpointer)

@@ -186,6 +186,9 @@ def _together(raw: dict[str, Any], values: dict[str, str]) -> None:
         raw[LAYERS] = []
     elif LAYERS in values and "checkpointing" not in values:
         raw["checkpointing"] = "layers" if raw[LAYERS] else "none"
+    if values.get("expert_placement", "").strip() == "contiguous":
+        raw["expert_slots"] = []
+        raw["redundant_experts"] = values.get("redundant_experts", 0)
 
 
 def _filled(plan: AdaptationPlan, strategy: ParallelStrategy, values: dict[str, str]) -> ParallelStrategy:

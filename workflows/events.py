@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-EventKind = Literal["started", "computed", "cached", "finished", "note", "failed", "paused"]
+EventKind = Literal["started", "computed", "cached", "finished", "note", "failed", "paused", "progress"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ def silent(event: Event) -> None:
 class EventLog:
     """Appends events with the time to a file that ``shardwright logs`` reads, then tells the listener.
 
+    ``progress`` ("done/wanted") is told and not kept: it says nothing once its node has ended.
+
     Branches that run beside each other take turns.
     """
 
@@ -41,6 +43,10 @@ class EventLog:
         self._turn = threading.Lock()
 
     def __call__(self, event: Event) -> None:
+        if event.kind == "progress":
+            with self._turn:
+                self.listener(event)
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **asdict(event)})
         with self._turn:

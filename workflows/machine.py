@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from shardwright.schemas.base import Model
+from shardwright.schemas.words import plural
 from shardwright.workflows.environment import installed
-from shardwright.workflows.report.units import plural, size
+from shardwright.workflows.report.units import size
 
 
 class Finding(Model):

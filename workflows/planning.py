@@ -13,12 +13,22 @@ from shardwright.schemas.fusion import FusionDecision, FusionProposal
 from shardwright.schemas.graph import OpGraph
 from shardwright.schemas.llm import LlmRecord
 from shardwright.schemas.lora import LoraTarget
-from shardwright.schemas.plan import AdaptationPlan, Alternative, DataPin, Decision, Evidence, Provenance, SearchRecord
+from shardwright.schemas.plan import (
+    AdaptationPlan,
+    Alternative,
+    DataPin,
+    Decision,
+    Evidence,
+    Provenance,
+    RemoteCode,
+    SearchRecord,
+)
 from shardwright.schemas.profile import CheckpointProfile
 from shardwright.schemas.recipe import Recipe
 from shardwright.schemas.strategy import ParallelStrategy
+from shardwright.schemas.words import plural
 from shardwright.workflows.environment import tool_versions, worker_environment
-from shardwright.workflows.report.units import duration, plural, size
+from shardwright.workflows.report.units import duration, size
 from shardwright.workflows.stages import Stages
 
 
@@ -33,6 +43,7 @@ class Inputs:
     targets: tuple[LoraTarget, ...]
     data: DataPin
     graph: OpGraph
+    remote_code: RemoteCode | None = None
 
 
 @dataclass(frozen=True)
@@ -164,6 +175,7 @@ def assemble(
         lora_targets=inputs.targets,
         fusions=joined.fusions,
         environment=worker_environment(cluster),
+        remote_code=inputs.remote_code,
     )
     evidence = Evidence(
         profile=profile,

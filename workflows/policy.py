@@ -13,6 +13,7 @@ from shardwright.schemas.fusion import FusionDecision
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.policy import RULES, Policy, PolicyFinding, PolicyResult, Waiver
 from shardwright.schemas.validation import parse_yaml
+from shardwright.schemas.words import plural
 
 Findings = Iterable[PolicyFinding]
 
@@ -159,11 +160,14 @@ def _licences(plan: AdaptationPlan, policy: Policy) -> Findings:
 
 def _remote_code(plan: AdaptationPlan, policy: Policy) -> Findings:
     if not policy.allow_remote_code:
-        needed = not plan.evidence.profile.transformers_class
+        code = plan.decision.remote_code
+        needed = code is not None or not plan.evidence.profile.transformers_class
         yield PolicyFinding(
             rule="allow_remote_code",
             passed=not needed,
-            found="the model needs the checkpoint's own code" if needed else "the installed transformers builds it",
+            found=f"the model needs the checkpoint's own code{f' {code.sha256}' if code is not None else ''}"
+            if needed
+            else "the installed transformers builds it",
             allowed="no code from a checkpoint",
         )
 
@@ -199,7 +203,9 @@ def _obligations(plan: AdaptationPlan, policy: Policy) -> Findings:
         yield PolicyFinding(
             rule=f"require_obligations/{name}",
             passed=not missing,
-            found=f"not proved for {', '.join(missing)}" if missing else f"proved for {len(installed(plan))} fusions",
+            found=f"not proved for {', '.join(missing)}"
+            if missing
+            else f"proved for {plural(len(installed(plan)), 'fusion')}",
             allowed="proved for every installed fusion",
         )
 

@@ -16,6 +16,7 @@ from shardwright.schemas.plan import AdaptationPlan, load_plan, parse_plan
 from shardwright.workflows.approvals import demand_other_approver, demand_signature
 from shardwright.workflows.artifacts import ArtifactStore
 from shardwright.workflows.context import AdaptState
+from shardwright.workflows.remote_code import require_trust
 from shardwright.workflows.request import (
     Goal,
     LlmRequest,
@@ -49,6 +50,7 @@ def fresh_request(
     search: SearchRequest | None = None,
     offline: bool = False,
     llm: LlmRequest | None = None,
+    trust_remote_code: str | None = None,
 ) -> Request:
     """The request of ``plan`` and ``adapt``; recipe and cluster are read here, so their faults show at once.
 
@@ -57,12 +59,16 @@ def fresh_request(
         search: how the search goes beyond its defaults.
         offline: refuse what another machine would have to answer.
         llm: which language model is asked.
+        trust_remote_code: hash of the checkpoint's own code, which may then run.
 
     Raises:
         CheckpointError, RecipeError, ClusterError: an input is missing or wrong.
+        UsageError: ``trust-not-needed``.
     """
     read = load_recipe(recipe)
     folder = checkpoint_folder(checkpoint, offline=offline)
+    if trust_remote_code is not None:
+        require_trust(folder, trust_remote_code)
     spec = (stages or Stages()).load_cluster(cluster)
     as_path = Path(cluster)
     return Request(
@@ -77,6 +83,7 @@ def fresh_request(
         name=_name(read.name),
         search=search,
         llm=llm,
+        trust_remote_code=trust_remote_code,
     )
 
 
@@ -109,6 +116,7 @@ def approved_start(
         data_root=str(find_data(plan, plan_file, folder, data_root)),
         name=_name(plan.decision.recipe.name),
         plan_sha256=file_sha256(plan_file),
+        trust_remote_code=None if plan.decision.remote_code is None else plan.decision.remote_code.sha256,
     )
     target = run_dir or default_run_dir(request)
     if request_path(target).exists() and load_request(target).goal != "apply":

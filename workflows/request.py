@@ -57,6 +57,8 @@ class Request(Model):
     search: SearchRequest | None = added(None)
     llm: LlmRequest | None = added(None)
     """``None``: rules alone."""
+    trust_remote_code: Sha256 | None = added(None)
+    """Hash of the checkpoint's own code, where it may run."""
 
     def key(self) -> str:
         return sha256_of(self)

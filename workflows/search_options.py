@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shardwright.schemas.canonical import sha256_file
 from shardwright.schemas.cluster import Calibration, ClusterSpec
@@ -97,15 +98,16 @@ def record_file(run_dir: Path) -> Path:
 
 
 def expert_shares(run_dir: Path) -> Loads:
-    """Share of rows by MoE layer and expert, from a run's record.
+    """Share of rows by MoE layer and expert, from a run's record; layers in the model's order, idle ones even.
 
     Raises:
         UsageError: ``no-loads``, where there is no record or it holds no loads.
     """
     path = record_file(run_dir)
     record = RunRecord.model_validate_json(path.read_bytes()) if path.is_file() else None
-    layers = [layer.tokens for layer in record.expert_loads if sum(layer.tokens)] if record else []
-    if not layers:
+    found = sorted(record.expert_loads, key=lambda one: _by_number(one.layer)) if record else []
+    layers = [layer.tokens if sum(layer.tokens) else (1,) * len(layer.tokens) for layer in found]
+    if not any(sum(layer.tokens) for layer in found):
         raise UsageError(
             "no-loads",
             "no expert loads are recorded there" if record else "no run record is there",
@@ -113,6 +115,11 @@ def expert_shares(run_dir: Path) -> Loads:
             next_action="name the folder of a run that has trained a model with experts",
         )
     return tuple(tuple(count / sum(tokens) for count in tokens) for tokens in layers)
+
+
+def _by_number(layer: str) -> list[tuple[int, str]]:
+    """A key by which ``layers.2`` comes before ``layers.10``: a run that was resumed lists them by letters."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in layer.split(".")]
 
 
 def stages_with(options: SearchOptions) -> Stages:
@@ -127,7 +134,7 @@ def stages_with(options: SearchOptions) -> Stages:
         targets: tuple[LoraTarget, ...],
         trials: int,
         journal: Path,
-        advised: tuple[ParallelStrategy, ...] = (),
+        **more: Any,
     ) -> SearchResult:
         from shardwright.agents.strategy.run import run_search
 
@@ -143,7 +150,7 @@ def stages_with(options: SearchOptions) -> Stages:
             explore=options.explore,
             loads=options.loads,
             time_budget_s=options.time_budget_s,
-            advised=advised,
+            **more,
         )
 
     def violations(

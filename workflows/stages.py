@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from shardwright.schemas.advice import LlmAdvice
 from shardwright.schemas.canonical import sha256_of
@@ -16,7 +16,7 @@ from shardwright.schemas.graph import OpGraph
 from shardwright.schemas.lora import LoraTarget
 from shardwright.schemas.plan import AdaptationPlan, Alternative, SearchRecord
 from shardwright.schemas.profile import CheckpointProfile
-from shardwright.schemas.recipe import LoraSpec, Recipe
+from shardwright.schemas.recipe import BalanceSpec, LoraSpec, Recipe
 from shardwright.schemas.run import AdapterFacts, CheckResult
 from shardwright.schemas.strategy import ParallelStrategy
 from shardwright.workflows.request import LlmRequest
@@ -75,6 +75,12 @@ def _targets(folder: Path, lora: LoraSpec) -> tuple[LoraTarget, ...]:
     return resolve_targets(parameter_shapes(folder), lora, model_type=read_config(folder).text_model_type)
 
 
+def _balance(folder: Path, balance: BalanceSpec) -> None:
+    from shardwright.checkpoints.router_bias import check_balance
+
+    check_balance(folder, balance)
+
+
 def _structure(folder: Path, profile: CheckpointProfile, cluster: ClusterSpec, recipe: Recipe) -> StructureResult:
     from shardwright.agents.structure.run import run_structure
 
@@ -88,12 +94,12 @@ def _search(
     targets: tuple[LoraTarget, ...],
     trials: int,
     journal: Path,
-    advised: tuple[ParallelStrategy, ...] = (),
+    **more: Any,
 ) -> SearchResult:
     from shardwright.agents.strategy.run import run_search
 
     seed = recipe.seeds.search
-    return run_search(profile, recipe, cluster, targets, trials=trials, seed=seed, journal=journal, advised=advised)
+    return run_search(profile, recipe, cluster, targets, trials=trials, seed=seed, journal=journal, **more)
 
 
 def _advise(
@@ -186,9 +192,11 @@ class Stages:
     cluster_ref: Callable[[ClusterSpec], ClusterRef] = _cluster_ref
     profile: Callable[[Path], CheckpointProfile] = _profile
     targets: Callable[[Path, LoraSpec], tuple[LoraTarget, ...]] = _targets
+    balance: Callable[[Path, BalanceSpec], None] = _balance
     structure: Callable[[Path, CheckpointProfile, ClusterSpec, Recipe], StructureResult] = _structure
     search: Callable[..., SearchResult] = _search
-    """(profile, recipe, cluster, targets, trials, journal), and ``advised`` plans to start from where there are any."""
+    """(profile, recipe, cluster, targets, trials, journal); by name ``advised`` plans to start from, where there are
+    any, and ``progress``, told (trials done, trials wanted)."""
     advise: Callable[
         [Path, CheckpointProfile, Recipe, ClusterSpec, tuple[LoraTarget, ...], LlmRequest, Path], LlmAdvice
     ] = _advise

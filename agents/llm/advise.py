@@ -18,6 +18,7 @@ from shardwright.agents.llm.recording import Recorder
 from shardwright.agents.llm.wire import Wire
 from shardwright.schemas.errors import LlmError, LlmUnavailableError
 from shardwright.schemas.llm import Capabilities, LlmEnd, LlmEndpoint, LlmMode, LlmRecord, Suggestion
+from shardwright.schemas.words import plural
 
 
 class Advisor(Protocol):
@@ -74,7 +75,7 @@ class Session:
             return
         try:
             ended = advisor.run(Chat(self.recorder, self.budget, self.can))
-            self.said.append(f"{name}: {ended.why} after {ended.turns} turns")
+            self.said.append(f"{name}: {ended.why} after {plural(ended.turns, 'turn')}")
         except LlmError as error:
             self._ended(name, error)
 
@@ -99,4 +100,7 @@ class Session:
             money=None if money is None else str(money),
             recording_sha256=self.recorder.sha256,
             suggestions=tuple(suggestions),
+            limits=self.endpoint.limits,
+            price_in=self.endpoint.price_in,
+            price_out=self.endpoint.price_out,
         )

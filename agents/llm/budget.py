@@ -8,6 +8,7 @@ from decimal import Decimal
 
 from shardwright.schemas.errors import LlmError
 from shardwright.schemas.llm import LlmEndpoint
+from shardwright.schemas.words import plural
 
 MILLION = Decimal(1_000_000)
 BYTES_A_TOKEN = 4
@@ -44,7 +45,7 @@ class Budget:
         """Which budget is spent, in words; empty where none is."""
         limits = self.endpoint.limits
         if self.calls >= limits.calls:
-            return f"all {limits.calls} calls are spent"
+            return f"all {plural(limits.calls, 'call')} are spent"
         if (tokens := self.prompt_tokens + self.completion_tokens) >= limits.tokens:
             return f"{tokens} of {limits.tokens} tokens are spent"
         if self.seconds_left() <= 0:

@@ -11,14 +11,24 @@ from shardwright.schemas.errors import LlmUnavailableError, UsageError
 from shardwright.schemas.llm import LlmEndpoint, LlmLimits
 from shardwright.schemas.validation import explain
 
-URL, MODEL = "SHARDWRIGHT_LLM_URL", "SHARDWRIGHT_LLM_MODEL"
+URL, MODEL, KEY = "SHARDWRIGHT_LLM_URL", "SHARDWRIGHT_LLM_MODEL", "SHARDWRIGHT_LLM_KEY"
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def endpoint_from(
-    environment: Mapping[str, str], *, url: str = "", model: str = "", limits: LlmLimits | None = None
+    environment: Mapping[str, str],
+    *,
+    url: str = "",
+    model: str = "",
+    limits: LlmLimits | None = None,
+    key_variable: str = KEY,
+    prices: tuple[float | None, float | None] = (None, None),
 ) -> LlmEndpoint:
     """The endpoint to ask; flags before the environment.
+
+    Args:
+        key_variable: environment variable that holds the key.
+        prices: per million prompt tokens, per million completion tokens.
 
     Raises:
         LlmUnavailableError: ``no-endpoint`` where neither names one.
@@ -35,7 +45,14 @@ def endpoint_from(
             "rules alone give a complete plan",
         )
     try:
-        return LlmEndpoint(base_url=url, model=model, limits=limits or LlmLimits())
+        return LlmEndpoint(
+            base_url=url,
+            model=model,
+            key_variable=key_variable,
+            price_in=prices[0],
+            price_out=prices[1],
+            limits=limits or LlmLimits(),
+        )
     except ValidationError as error:
         raise UsageError(
             "bad-endpoint", explain(error), where=URL, next_action="give http(s)://HOST/v1 without user or password"

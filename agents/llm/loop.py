@@ -12,6 +12,9 @@ from shardwright.agents.llm.tools import Toolbox
 REPEATS = 3
 """Times that the same call may be made before the loop is ended."""
 
+MISSES = 6
+"""Calls in a row that name no tool, no argument or no thing of ours before the loop is ended."""
+
 RESULT_CHARACTERS = 12_000
 SYSTEM = (
     "You advise a program that adapts mixture-of-experts checkpoints. You see extracted facts only. Code checks every "
@@ -49,6 +52,7 @@ def run_loop(chat: Chat, toolbox: Toolbox, task: str) -> Ended:
 
     native = chat.can.tool_calls
     counts: dict[str, int] = {}
+    missed = [0]
     limit = chat.budget.endpoint.limits.turns
 
     def model(state: Talk) -> Talk:
@@ -63,7 +67,10 @@ def run_loop(chat: Chat, toolbox: Toolbox, task: str) -> Ended:
                 {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls
             ]
         messages, done = [*state["messages"], said], ""
-        if not calls:
+        if not calls and reply.cut and not native:
+            missed[0] += 1
+            messages.append({"role": "user", "content": "The reply was cut at its limit. Answer in fewer words."})
+        elif not calls:
             done = "the model refused" if reply.refused else "the model called no tool"
         for call in calls:
             key = json.dumps([call.name, call.arguments])
@@ -72,6 +79,7 @@ def run_loop(chat: Chat, toolbox: Toolbox, task: str) -> Ended:
                 done = done or "the model repeats one call"
                 break
             result, ran = toolbox.call(call)
+            missed[0] = missed[0] + 1 if "error" in result else 0
             text = json.dumps(result, sort_keys=True)[:RESULT_CHARACTERS]
             if reply.calls:
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
@@ -79,6 +87,8 @@ def run_loop(chat: Chat, toolbox: Toolbox, task: str) -> Ended:
                 messages.append({"role": "user", "content": f"Result: {text}"})
             if ran and toolbox.tools[call.name].ends:
                 done = "complete"
+        if missed[0] >= MISSES:
+            done = done or f"{missed[0]} calls in a row named nothing that there is"
         turns = state["turns"] + 1
         return {"messages": messages, "turns": turns, "done": done or ("all turns are spent" if turns >= limit else "")}
 

@@ -16,6 +16,10 @@ from shardwright.schemas.llm import Capabilities
 NOTHING = Capabilities(schema_replies=False, tool_calls=False, usage=False, sampling=False)
 
 
+TOKENS = 64
+"""Longest reply: a small model that does not stop on its own must not spend a budget on saying ready."""
+
+
 class Ready(BaseModel):
     """The smallest reply under a schema."""
 
@@ -32,12 +36,12 @@ def probe(chat: Chat) -> Capabilities:
     ask = [{"role": "user", "content": 'Reply with the JSON object {"state": "ready"}.'}]
     sampling, usage = True, False
     try:
-        usage = replace_can(chat, sampling=True).send(ask).usage is not None
+        usage = replace_can(chat, sampling=True).send(ask, tokens=TOKENS).usage is not None
     except LlmError as error:
         if error.code != "advice/status":
             raise
         sampling = False
-        usage = replace_can(chat, sampling=False).send(ask).usage is not None
+        usage = replace_can(chat, sampling=False).send(ask, tokens=TOKENS).usage is not None
     plain = replace_can(chat, sampling=sampling)
     named = {"name": "Ready", "strict": True, "schema": strict_schema(Ready)}
     schema = _follows(plain, ask, response_format={"type": "json_schema", "json_schema": named})
@@ -58,7 +62,7 @@ def replace_can(chat: Chat, *, sampling: bool) -> Chat:
 
 def _follows(chat: Chat, messages: list[dict[str, Any]], **options: Any) -> bool:
     try:
-        Ready.model_validate(json_of(chat.send(messages, **options).text))
+        Ready.model_validate(json_of(chat.send(messages, tokens=TOKENS, **options).text))
     except (ValidationError, ValueError, RecursionError):
         return False
     except LlmError as error:
@@ -68,13 +72,13 @@ def _follows(chat: Chat, messages: list[dict[str, Any]], **options: Any) -> bool
 
 def _calls(chat: Chat, messages: list[dict[str, Any]], **options: Any) -> bool:
     try:
-        return any(call.name == "ready" for call in chat.send(messages, **options).calls)
+        return any(call.name == "ready" for call in chat.send(messages, tokens=TOKENS, **options).calls)
     except LlmError as error:
         return _only_this(error)
 
 
 def _only_this(error: LlmError) -> bool:
     """False where a server turned the option down; what would stop every call goes on."""
-    if error.code not in ("advice/status", "llm/bad-reply", "llm/not-json"):
+    if error.code not in ("advice/status", "advice/bad-reply", "advice/not-json"):
         raise error
     return False

@@ -6,6 +6,7 @@ more start of a study that the exhaustive scan beside it does not depend on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,8 @@ from pydantic import Field
 from shardwright.agents.llm.chat import Chat
 from shardwright.agents.llm.loop import Ended, run_loop
 from shardwright.agents.llm.redact import facts_only, printable
-from shardwright.agents.llm.tools import Arguments, NoArguments, Tool, Toolbox
+from shardwright.agents.llm.tools import Arguments, Choices, NoArguments, Tool, Toolbox
+from shardwright.agents.strategy.heuristics import habits
 from shardwright.agents.strategy.oracle import Pricer
 from shardwright.schemas.cost import CostReport
 from shardwright.schemas.llm import Suggestion
@@ -23,6 +25,7 @@ from shardwright.search_spaces.context import SearchContext
 from shardwright.search_spaces.legality import violations_in
 
 MOST_STARTS = 8
+ILLEGAL = "illegal"
 AxisName = Literal["replicate", "shard", "ep", "tp", "cp", "pp", "micro_batch", "checkpointing", "reshard", "prefetch"]
 Degree = Annotated[int, Field(ge=1, le=1_000_000)]
 """Bounded: rules count through divisors of what they are given."""
@@ -90,22 +93,64 @@ class StrategyAdvisor:
         self.advice = StrategyAdvice()
         self.plans: dict[str, tuple[ParallelStrategy, CostReport]] = {}
         self.narrowed: dict[str, frozenset[str]] = {}
+        self.asked: set[tuple[str, str]] = set()
+        """Tool and plan of calls that would tell or change nothing if they were made again."""
 
     def run(self, chat: Chat) -> Ended:
         """Let a model work; the advice holds what it got through, even where the wire fails."""
         return run_loop(chat, self.toolbox(), TASK)
 
     def toolbox(self) -> Toolbox:
+        def fresh(tool: str) -> Callable[[], tuple[Choices, ...]]:
+            return lambda: ({"plan": tuple(name for name in self.plans if (tool, name) not in self.asked)},)
+
         return Toolbox(
             (
                 Tool("show_space", "World, model and budget.", NoArguments, self.space),
-                Tool("evaluate_plan", "Legality and cost of a plan.", PlanArguments, self.evaluate),
-                Tool("explain_bound", "Time and memory of a plan by component.", PlanName, self.bound),
+                Tool(
+                    "evaluate_plan",
+                    "Legality and cost of a plan.",
+                    PlanArguments,
+                    self.evaluate,
+                    choices=self.degrees,
+                ),
+                Tool(
+                    "explain_bound",
+                    "Time and memory of a plan by component.",
+                    PlanName,
+                    self.bound,
+                    choices=fresh("bound"),
+                ),
                 Tool("narrow_axis", "Keep plans on some values of an axis.", NarrowArguments, self.narrow),
-                Tool("enqueue_trial", "Let the study start from a plan.", PlanName, self.enqueue),
-                Tool("finish", "End, with an explanation.", EndArguments, self.finish, ends=True),
+                Tool(
+                    "enqueue_trial",
+                    "Let the study start from a plan.",
+                    PlanName,
+                    self.enqueue,
+                    choices=fresh("enqueue"),
+                ),
+                Tool(
+                    "finish",
+                    "End, with an explanation.",
+                    EndArguments,
+                    self.finish,
+                    ends=True,
+                    choices=lambda: ({},) if self.advice.starts or not self.degrees() else (),
+                ),
             )
         )
+
+    def degrees(self) -> tuple[Choices, ...]:
+        """The usual plans that were not evaluated; and any degrees, until a combination of them was illegal."""
+        known = {strategy for strategy, _ in self.plans.values()}
+        usual = (arguments_of(one) for one in habits(self.context) if one not in known)
+        offered = [{name: (value,) for name, value in one.items()} for one in usual]
+        if not any(s.because.startswith(ILLEGAL) for s in self.advice.suggestions):
+            world = divisors(self.context.cluster.world_size)
+            batch = divisors(self.context.recipe.batch.global_batch_sequences)
+            axes: Choices = dict.fromkeys(("replicate", "shard", "ep", "tp", "cp", "pp"), world)
+            offered.append(axes | {"micro_batch": batch, "accumulation": batch, "prefetch": (0, 1, 2)})
+        return tuple(offered)
 
     def space(self, arguments: NoArguments) -> dict[str, Any]:
         shape, recipe = self.context.profile.shape, self.context.recipe
@@ -129,7 +174,7 @@ class StrategyAdvisor:
                 return {"result": "refused", "narrowed": axis}
         broken = violations_in(self.context, strategy)
         if broken:
-            self._note("try-plan", text, "", False, f"illegal: {broken[0].rule}")
+            self._note("try-plan", text, "", False, f"{ILLEGAL}: {broken[0].rule}")
             return {"result": "illegal", "rules": sorted({one.rule for one in broken})}
         cost = self.pricer.report(strategy)
         name = next((n for n, (known, _) in self.plans.items() if known == strategy), f"plan-{len(self.plans) + 1}")
@@ -147,6 +192,7 @@ class StrategyAdvisor:
     def bound(self, arguments: PlanName) -> dict[str, Any]:
         if arguments.plan not in self.plans:
             return {"error": "no such plan"}
+        self.asked.add(("bound", arguments.plan))
         _, cost = self.plans[arguments.plan]
         times = sorted(cost.time.components, key=lambda c: -c.milliseconds)[:8]
         memory = sorted(cost.memory.components, key=lambda c: -c.bytes)[:8]
@@ -169,6 +215,7 @@ class StrategyAdvisor:
     def enqueue(self, arguments: PlanName) -> dict[str, Any]:
         if arguments.plan not in self.plans:
             return {"error": "no such plan"}
+        self.asked.add(("enqueue", arguments.plan))
         strategy, cost = self.plans[arguments.plan]
         because = ""
         if not cost.feasible:
@@ -192,6 +239,24 @@ class StrategyAdvisor:
         self.advice.suggestions.append(
             Suggestion(kind=kind, subject=subject, words=printable(words), accepted=accepted, because=because)
         )
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All of them, in order."""
+    return tuple(at for at in range(1, number + 1) if number % at == 0)
+
+
+def arguments_of(strategy: ParallelStrategy) -> dict[str, Any]:
+    """A plan in the words of ``PlanArguments``, which is all that a model can say of one."""
+    mesh = strategy.mesh
+    return {
+        **{axis: getattr(mesh, axis) for axis in ("replicate", "shard", "ep", "tp", "cp", "pp")},
+        "micro_batch": strategy.micro_batch_sequences,
+        "accumulation": strategy.accumulation_steps,
+        "checkpointing": "none" if strategy.checkpointing == "none" else "full",
+        "reshard": strategy.reshard_after_forward,
+        "prefetch": strategy.prefetch_depth,
+    }
 
 
 def strategy_of(arguments: PlanArguments) -> ParallelStrategy:

@@ -7,6 +7,7 @@ operators, shapes, bytes and launches; it never sees a name out of the checkpoin
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from shardwright.agents.llm.open_regions import OpenRegion, open_regions
 from shardwright.agents.llm.proposed import as_match
 from shardwright.agents.llm.redact import facts_only, operator_word, printable
 from shardwright.agents.llm.region_cost import gain, region_variants
-from shardwright.agents.llm.tools import Arguments, NoArguments, Tool, Toolbox
+from shardwright.agents.llm.tools import Arguments, Choices, NoArguments, Tool, Toolbox
 from shardwright.agents.structure.capture import CAPTURE_ERRORS
 from shardwright.agents.structure.certify import certify
 from shardwright.agents.structure.facts import ModelFacts
@@ -29,8 +30,10 @@ from shardwright.schemas.canonical import sha256_of
 from shardwright.schemas.errors import LegalityError
 from shardwright.schemas.fusion import FusionProposal, Region
 from shardwright.schemas.llm import Suggestion
+from shardwright.schemas.words import plural
 
 MOST_REGIONS = 24
+REPEATED = "repeated"
 MOST_NODES = 200
 TASK = (
     "List the open regions, look at those that waste most bytes or launches, and propose those that one kernel could "
@@ -94,6 +97,8 @@ class StructureAdvisor:
                 found += open_regions(captured, canonical, {i for ids in own for i in ids})
         found.sort(key=lambda region: -self.saved_ms(region))
         self.regions = {f"region-{at + 1}": region for at, region in enumerate(found[:MOST_REGIONS])}
+        self.asked: set[tuple[str, str]] = set()
+        """Tool and region of calls that would tell or change nothing if they were made again."""
 
     def saved_ms(self, region: OpenRegion) -> float:
         """Modelled time that one kernel would save in all places of a step."""
@@ -105,16 +110,73 @@ class StructureAdvisor:
         return run_loop(chat, self.toolbox(), TASK)
 
     def toolbox(self) -> Toolbox:
+        def fresh(tool: str) -> Callable[[], tuple[Choices, ...]]:
+            return lambda: ({"region": tuple(name for name in self.regions if (tool, name) not in self.asked)},)
+
         return Toolbox(
             (
                 Tool("list_regions", "Open regions: launches, bytes, places.", NoArguments, self.list_regions),
-                Tool("show_region", "Operators, shapes and edges of a region.", RegionArgument, self.show),
-                Tool("find_similar", "Regions with like operators.", RegionArgument, self.similar),
-                Tool("name_region", "Say in words what a region computes.", NameArguments, self.name),
-                Tool("propose_region", "Propose nodes of a region as one kernel.", ProposeArguments, self.propose),
-                Tool("finish", "End, with the order of what was proposed.", FinishArguments, self.finish, ends=True),
+                Tool(
+                    "show_region",
+                    "Operators, shapes and edges of a region.",
+                    RegionArgument,
+                    self.show,
+                    choices=fresh("show"),
+                ),
+                Tool(
+                    "find_similar",
+                    "Regions with like operators.",
+                    RegionArgument,
+                    self.similar,
+                    choices=fresh("similar"),
+                ),
+                Tool(
+                    "name_region",
+                    "Say in words what a region computes.",
+                    NameArguments,
+                    self.name,
+                    choices=fresh("name"),
+                ),
+                Tool(
+                    "propose_region",
+                    "Propose nodes of a region as one kernel.",
+                    ProposeArguments,
+                    self.propose,
+                    choices=self.parts,
+                ),
+                Tool(
+                    "finish",
+                    "End, with the order of what was proposed.",
+                    FinishArguments,
+                    self.finish,
+                    ends=True,
+                    choices=self.orders,
+                ),
             )
         )
+
+    def parts(self) -> tuple[Choices, ...]:
+        """Regions not proposed whole so far, each with its own nodes."""
+        return tuple(
+            {"region": (name,), "nodes": tuple(f"node-{at}" for at in range(len(region.nodes)))}
+            for name, region in self.regions.items()
+            if ("propose", name) not in self.asked
+        )
+
+    def orders(self) -> tuple[Choices, ...]:
+        """An end is offered once something was proposed, or nothing is left to propose."""
+        if self.parts() and not any(s.kind == "propose-region" for s in self.advice.suggestions):
+            return ()
+        return ({"order": tuple(self.proposed()) or ("none",)},)
+
+    def proposed(self) -> dict[str, set[str]]:
+        """Alias of a region → ids of the proposals accepted in it, of the whole and of parts."""
+        found: dict[str, set[str]] = {}
+        for name, whole in self.regions.items():
+            for proposal, (_, region) in self.advice.matches.items():
+                if region.captured is whole.captured and set(region.nodes) <= set(whole.nodes):
+                    found.setdefault(name, set()).add(proposal)
+        return found
 
     def list_regions(self, arguments: NoArguments) -> dict[str, Any]:
         rows = [
@@ -135,6 +197,7 @@ class StructureAdvisor:
         region = self.regions.get(arguments.region)
         if region is None:
             return {"error": "no such region"}
+        self.asked.add(("show", arguments.region))
         names = {i: f"node-{at}" for at, i in enumerate(region.nodes)}
         names |= {i: f"input-{at}" for at, i in enumerate(region.inputs)}
         nodes = []
@@ -151,6 +214,7 @@ class StructureAdvisor:
         region = self.regions.get(arguments.region)
         if region is None:
             return {"error": "no such region"}
+        self.asked.add(("similar", arguments.region))
         own = Counter(node.target for node in region.op_nodes)
         rows = []
         for name, other in self.regions.items():
@@ -162,6 +226,7 @@ class StructureAdvisor:
 
     def name(self, arguments: NameArguments) -> dict[str, Any]:
         known = arguments.region in self.regions
+        self.asked.add(("name", arguments.region))
         because = "kept as the model's words beside the region" if known else "no such region"
         subject = self.subject(arguments.region)
         self._note("name-region", subject, arguments.words, known, because)
@@ -175,6 +240,8 @@ class StructureAdvisor:
         chosen = {i for at, i in enumerate(whole.nodes) if not arguments.nodes or f"node-{at}" in arguments.nodes}
         region, subject = whole.part(chosen), self.subject(arguments.region)
         because = self._gate(region)
+        if len(region.nodes) == len(whole.nodes) or because.startswith(REPEATED):
+            self.asked.add(("propose", arguments.region))
         self._note("propose-region", subject, arguments.reason, not because, because or "all obligations proved")
         return {"result": "refused", "obligation": because.split(":")[0][:60]} if because else {"result": "accepted"}
 
@@ -189,7 +256,7 @@ class StructureAdvisor:
         nodes = sha256_of(list(region.nodes))[:8]
         name = f"proposed-region:{region.captured.kind}:{region.nodes[0]}-{nodes}"
         if name in self.advice.matches:
-            return "repeated: this region is proposed already"
+            return f"{REPEATED}: this region is proposed already"
         try:
             certificate = certify(match, self.facts)
         except CAPTURE_ERRORS as error:
@@ -206,7 +273,8 @@ class StructureAdvisor:
             FusionProposal(
                 id=name,
                 pattern=match.pattern.name,
-                title=f"Proposed region of {region.launches} launches at {match.label}, {len(modules)} places",
+                title=f"Proposed region of {plural(region.launches, 'launch')} at {match.label}, "
+                f"{plural(len(modules), 'place')}",
                 region=Region(layer_kind=match.captured.kind, modules=modules, roles=match.roles),
                 certificate=certificate,
                 variants=region_variants(match, region, self.target, adapted=adapted),
@@ -218,11 +286,12 @@ class StructureAdvisor:
 
     def finish(self, arguments: FinishArguments) -> dict[str, Any]:
         """Put proposals in the model's order, those it forgot last."""
-        wanted = {self.subject(name): at for at, name in enumerate(arguments.order) if name in self.regions}
-        rank = {p.id: wanted.get(self._subject_of(p.id), len(wanted)) for p in self.advice.proposals}
-        self.advice.proposals.sort(key=lambda p: rank[p.id])
+        known = self.proposed()
+        wanted = [name for name in dict.fromkeys(arguments.order) if name in known]
+        rank = {proposal: at for at, name in enumerate(wanted) for proposal in known[name]}
+        self.advice.proposals.sort(key=lambda p: rank.get(p.id, len(wanted)))
         accepted = bool(wanted)
-        because = f"order of {len(wanted)} known regions" if accepted else "names no known region"
+        because = f"order of {len(wanted)} proposed" if accepted else "names nothing that was accepted"
         self._note("rank", "proposed regions", arguments.reason, accepted, because)
         return {"result": "accepted" if accepted else "refused"}
 
@@ -230,9 +299,6 @@ class StructureAdvisor:
         """Our own name of a region, for provenance."""
         region = self.regions.get(alias)
         return "other" if region is None else f"{region.captured.kind}:{region.nodes[0]}"
-
-    def _subject_of(self, proposal_id: str) -> str:
-        return proposal_id.removeprefix("proposed-region:").rpartition("-")[0]
 
     def _note(self, kind: Any, subject: str, words: str, accepted: bool, because: str) -> None:
         self.advice.suggestions.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from shardwright.agents.llm.reply import Reply, ToolCall, json_of
 from shardwright.agents.llm.strict_schema import strict_schema
 from shardwright.schemas.validation import explain
+
+Choices = dict[str, tuple[Any, ...]]
 
 
 class Arguments(BaseModel):
@@ -31,6 +33,7 @@ class Tool:
     Args:
         run: the arguments in, facts out (``redact.facts_only`` has seen them).
         ends: whether the agent is done once this was called.
+        choices: alternatives, each argument → the values that would tell something new now; none closes the tool.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Tool:
     arguments: type[Arguments]
     run: Callable[[Any], dict[str, Any]]
     ends: bool = False
+    choices: Callable[[], tuple[Choices, ...]] = lambda: ({},)
 
     def published(self) -> dict[str, Any]:
         """As a request's ``tools`` entry."""
@@ -55,6 +59,8 @@ class Toolbox:
 
     def __init__(self, tools: Iterable[Tool]) -> None:
         self.tools = {tool.name: tool for tool in tools}
+        self.told: set[str] = set()
+        """Tools without arguments that were called: they would say the same again."""
 
     def published(self) -> list[dict[str, Any]]:
         return [tool.published() for tool in self.tools.values()]
@@ -69,19 +75,34 @@ class Toolbox:
         return f"Answer with one JSON object alone, {form}. Tools:\n" + "\n".join(lines)
 
     def as_schema(self) -> dict[str, Any]:
-        """For servers with schema replies but without tool calls: exactly one call of one of the tools."""
+        """For servers with schema replies but without tool calls: one call, of those that tell something new now."""
         calls = [
             {
                 "type": "object",
-                "properties": {"tool": {"const": tool.name}, "arguments": strict_schema(tool.arguments)},
+                "properties": {"tool": {"const": tool.name}, "arguments": arguments},
                 "required": ["tool", "arguments"],
                 "additionalProperties": False,
             }
             for tool in self.tools.values()
+            for arguments in self._offered(tool)
         ]
         schema = {"type": "object", "properties": {"call": {"anyOf": calls}}, "required": ["call"]}
         named = {"name": "Call", "strict": True, "schema": schema | {"additionalProperties": False}}
         return {"response_format": {"type": "json_schema", "json_schema": named}}
+
+    def _offered(self, tool: Tool) -> Iterator[dict[str, Any]]:
+        """Schemas of a tool's arguments with what can be chosen now; none where a call would be in vain."""
+        for choices in () if tool.name in self.told else tool.choices():
+            if not all(choices.values()):
+                continue
+            schema = strict_schema(tool.arguments)
+            for name, values in choices.items():
+                one = schema["properties"][name]
+                if one.get("type") == "array":
+                    one |= {"items": one["items"] | {"enum": list(values)}, "maxItems": len(values)}
+                else:
+                    one["enum"] = list(values)
+            yield schema
 
     def calls_in(self, reply: Reply) -> tuple[ToolCall, ...]:
         """The calls of a reply: its own, or one written as JSON text."""
@@ -105,4 +126,6 @@ class Toolbox:
             return {"error": explain(error)[:300]}, False
         except (ValueError, RecursionError):
             return {"error": "the arguments are no JSON object"}, False
+        if not type(arguments).model_fields:
+            self.told.add(tool.name)
         return tool.run(arguments), True

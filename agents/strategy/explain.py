@@ -7,6 +7,7 @@ from shardwright.agents.strategy.words import gib, milliseconds, rate, term
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.plan import Alternative, SearchRecord
 from shardwright.schemas.strategy import ParallelStrategy
+from shardwright.schemas.words import plural
 from shardwright.search_spaces.axes import AXES
 from shardwright.search_spaces.axes.base import draws_of
 from shardwright.search_spaces.executable import runs
@@ -37,13 +38,15 @@ def unproved_choices(strategy: ParallelStrategy) -> tuple[str, ...]:
 def _chosen(best: Priced, cluster: ClusterSpec) -> str:
     strategy, mesh = best.strategy, best.strategy.mesh
     experts = f"experts placed on {mesh.ep} expert-parallel ranks" if mesh.ep > 1 else "no expert parallelism"
-    some = f"recomputes {len(strategy.checkpointed_layers)} layers in backward"
+    some = f"recomputes {plural(len(strategy.checkpointed_layers), 'layer')} in backward"
     kept = {"full": "recomputes each layer in backward", "none": "keeps activations", "layers": some}
     weights = "drops gathered weights after each layer" if strategy.reshard_after_forward else "keeps gathered weights"
+    holders = mesh.shard * mesh.ep * mesh.cp
+    held = "whole on every rank" if holders == 1 else f"sharded over {plural(holders, 'rank')}"
     return (
-        f"{strategy.text()} on {cluster.world_size} × {cluster.device.name}: weights sharded over "
-        f"{mesh.shard * mesh.ep * mesh.cp} ranks, {experts}, {strategy.micro_batch_sequences} sequence(s) a rank at "
-        f"once, {strategy.accumulation_steps} micro-batch(es) a step; it {kept[strategy.checkpointing]} and {weights}."
+        f"{strategy.text()} on {cluster.world_size} × {cluster.device.name}: weights "
+        f"{held}, {experts}, {plural(strategy.micro_batch_sequences, 'sequence')} a rank at once, "
+        f"{plural(strategy.accumulation_steps, 'micro-batch')} a step; it {kept[strategy.checkpointing]} and {weights}."
     )
 
 

@@ -29,6 +29,7 @@ from shardwright.search_spaces.context import SearchContext
 from shardwright.search_spaces.cost import workload
 from shardwright.search_spaces.cost.routing import Loads
 from shardwright.search_spaces.legality import refuse
+from shardwright.search_spaces.placement import with_places
 from shardwright.search_spaces.space import enumerate_plans
 
 WARM_PLANS = 3
@@ -130,7 +131,7 @@ def run_search(
         versions={"optuna": optuna.__version__},
     )
     return SearchResult(
-        best=best.strategy,
+        best=with_places(best.strategy, loads),
         cost=best.cost,
         alternatives=rivals,
         record=record,

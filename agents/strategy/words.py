@@ -13,6 +13,7 @@ TERMS = {
     "gathered_tokens": "tokens gathered for tensor parallelism",
     "host_overflow": "what host memory cannot hold",
     "gather_staging": "the all-gather buffer",
+    "first_gather": "embedding and head, gathered beside the first layer",
     "gathered_root": "the gathered embedding and head",
     "activations": "activations",
     "recomputed_layer": "the recomputed layer",

@@ -61,6 +61,15 @@ class Storages:
                 found = mutation
         return found
 
+    def writers(self, node: fx.Node, reader: fx.Node) -> tuple[fx.Node, ...]:
+        """In-place writes to a node's storage between the node and a reader of it, other than the two."""
+        first, last = self.position[node], self.position[reader]
+        return tuple(
+            mutation.node
+            for mutation in self.mutations
+            if first < mutation.position < last and any(self.share(node, w) for w in mutation.written)
+        )
+
 
 def may_alias(node: fx.Node) -> tuple[fx.Node, ...]:
     """Operands whose memory the result may be."""

@@ -34,6 +34,8 @@ def _copy(source: fx.Graph, owner: Any, graph: fx.Graph, mapped: dict[fx.Node, A
             if top:
                 graph.output(result)
             continue
+        if node.op == "placeholder" and not top:
+            continue  # stands for an operand of the block, which ``mapped`` holds
         nested = _nested(node, owner)
         if nested is not None:
             submodule, operands = nested

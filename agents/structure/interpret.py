@@ -22,7 +22,19 @@ from shardwright.agents.structure.region import Region
 LARGE = 256
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SHAPE_OPS = frozenset(
-    {"view", "reshape", "_unsafe_view", "expand", "slice", "narrow", "split", "split_with_sizes", "unflatten", "clamp"}
+    {
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "expand",
+        "slice",
+        "narrow",
+        "split",
+        "split_with_sizes",
+        "unflatten",
+        "clamp",
+        "new_empty",
+    }
 )
 
 
@@ -101,7 +113,21 @@ class Fp64Region(torch.nn.Module):
             *values, rule, unit = args
             with KeepFp64():
                 return run_rule(rule, tuple(values), unit=unit)
+        if name == "_grouped_mm":
+            return grouped_product(*args, **kwargs)
         return node.target(*args, **kwargs)
+
+
+def grouped_product(rows: torch.Tensor, stack: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """``[R, in]`` times ``[E, in, out]`` group by group, for formats that the library's own product does not take.
+
+    Args:
+        offs: where each group ends; rows after the last end give zeros.
+    """
+    ends = [int(end) for end in offs]
+    pieces = [rows[start:end] @ stack[e] for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
+    rest = rows[ends[-1] :] @ torch.zeros_like(stack[0])
+    return torch.cat([*pieces, rest])
 
 
 class KeepFp64(TorchFunctionMode):

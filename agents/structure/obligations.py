@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
+from torch import fx
 
 from shardwright.agents.structure.capture import CAPTURE_ERRORS
 from shardwright.agents.structure.differential import TOLERANCE, compare
@@ -63,11 +64,24 @@ def no_mutation_or_alias(match: Match, facts: ModelFacts) -> tuple[Status, str]:
 
 def no_randomness(match: Match, facts: ModelFacts) -> tuple[Status, str]:
     for node in match.region.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and (
-            torch.Tag.nondeterministic_seeded in node.target.tags or "dropout" in node.target._schema.name
-        ):
+        if draws(node):
             return "refuted", f"{node.name} draws random numbers ({node.target})"
     return "proved", f"{len(match.region.nodes)} traced nodes in training mode, none draws random numbers"
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether an operation takes random numbers with the arguments that it has here."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    schema = node.target._schema
+    if torch.Tag.nondeterministic_seeded not in node.target.tags and "dropout" not in schema.name:
+        return False
+    values = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
+    values |= {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)}
+    values |= node.kwargs
+    chances = [values[name] for name in ("p", "dropout_p") if name in values]
+    off = values.get("train", values.get("training", True)) is False
+    return not (off or (chances and chances[0] == 0))
 
 
 def dtype_shape_stride_device(match: Match, facts: ModelFacts) -> tuple[Status, str]:
@@ -153,7 +167,13 @@ def sharding_boundary(match: Match, facts: ModelFacts) -> tuple[Status, str]:
 
 def reversible_layout(match: Match, facts: ModelFacts) -> tuple[Status, str]:
     if match.pattern.relayout:
-        return "unknown", f"the fusion changes parameters: {match.pattern.relayout}; no inverse was tested"
+        try:
+            undone = match.pattern.inverse(match)
+        except ArithmeticError as error:
+            return "refuted", f"{match.pattern.relayout}: {error}"
+        if not undone:
+            return "unknown", f"the fusion changes parameters: {match.pattern.relayout}; no inverse was tested"
+        return "proved", f"{match.pattern.relayout}; {undone}"
     return "proved", f"{len(match.parameters)} parameters keep name, shape and layout, so saving is unchanged"
 
 

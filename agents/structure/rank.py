@@ -7,6 +7,7 @@ Legend: T tokens of one sequence on one rank.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,8 @@ class Target:
     recipe: Recipe
     evidence: tuple[Path, ...] = ()
     """Files of measured times, JSON lines; a later file overrides an earlier one."""
+    packed: Mapping[str, str] | None = None
+    """Parameter → storage format where it is not plain; ``None`` where it is not known which, only that some are."""
 
     @property
     def tokens(self) -> int:
@@ -47,9 +50,12 @@ class Target:
     def dtype(self) -> str:
         return self.recipe.precision.base
 
-    @property
-    def packings(self) -> frozenset[str]:
-        return frozenset(packing.format for packing in self.profile.packing)
+    def stored(self, match: Match) -> dict[str, str]:
+        """A region's packed parameters with their format; every one of them where it is not known which are packed."""
+        if self.packed is not None:
+            return {name: self.packed[name] for name in match.all_parameters() if name in self.packed}
+        formats = sorted({packing.format for packing in self.profile.packing} - {"plain"})
+        return {name: ", ".join(formats) for name in match.all_parameters()} if formats else {}
 
 
 @dataclass(frozen=True)
@@ -115,8 +121,9 @@ def _unavailable(match: Match, spec: VariantSpec, target: Target, adapted: bool)
         return refused
     if adapted and (refused := match.pattern.refuses_adapter(spec, target.recipe.lora)):
         return refused
-    if match.parameters and not target.packings <= {*spec.predicate.packing, "plain"}:
-        return f"weights are stored as {', '.join(sorted(target.packings))}"
+    for name, form in target.stored(match).items():
+        if form not in spec.predicate.packing:
+            return f"{name} is stored as {form}"
     if spec.provider == "shardwright":
         return _outside_contract(match, spec.op, target) if registered(spec.op) else f"no operator {spec.op} exists"
     return ""

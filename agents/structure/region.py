@@ -54,7 +54,7 @@ class Region:
 
 
 def extract(canonical: CanonicalGraph, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> Region | None:
-    """Walk from the outputs back to the bound inputs.
+    """Walk from the outputs back to the bound inputs, through operands and through in-place writes to them.
 
     Returns:
         ``None`` where the walk meets a leaf that no role binds, or an input that nothing reads: then the roles do not
@@ -81,6 +81,7 @@ def extract(canonical: CanonicalGraph, inputs: Mapping[str, str], outputs: Mappi
                 border[operand] = role
             else:
                 stack.append(operand)
+                stack += canonical.storages.writers(operand, node)
     if set(border.values()) != set(inputs):
         return None
     ordered = tuple(node for node in canonical.graph.nodes if node in inside)

@@ -50,6 +50,7 @@ def open_structure(
 ) -> Opened:
     """Capture and match; arguments and errors as ``run_structure``."""
     from shardwright.checkpoints.build import build_on_meta
+    from shardwright.checkpoints.packed_names import packed_parameters
     from shardwright.checkpoints.targets import resolve_targets
 
     model = build_on_meta(folder, CAPTURE_DTYPE)
@@ -61,7 +62,9 @@ def open_structure(
     captured = capture_model(model, profile.layer_kinds, profile.shape.num_layers)
     pairs = canonical_graphs(captured)
     evidence = (*shipped_evidence(), *((evidence_path,) if evidence_path is not None else ()))
-    return Opened(pairs, find_matches(pairs), facts, Target(cluster, profile, recipe, evidence))
+    plain = all(packing.format == "plain" for packing in profile.packing)
+    packed = {} if plain else packed_parameters(folder, model)
+    return Opened(pairs, find_matches(pairs), facts, Target(cluster, profile, recipe, evidence, packed))
 
 
 def run_structure(
@@ -74,7 +77,7 @@ def run_structure(
     """Capture, match, certify, rank.
 
     Args:
-        folder: the checkpoint; only config.json is read here.
+        folder: the checkpoint; config.json is read here, and where weights are packed the headers.
         profile: of the same checkpoint.
         cluster: what variants are ranked for.
         recipe: its LoRA targets decide what lies inside a region, its format what is costed.

@@ -7,15 +7,18 @@ Near misses must not lead to a legal certificate: either nothing matches, or the
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar, get_args
 
 import torch
 from torch import nn
 
-from shardwright.agents.structure.canonical import CanonicalGraph, canonical_graphs
+from shardwright.agents.structure.canonical import CanonicalGraph, canonical_graphs, canonicalise
 from shardwright.agents.structure.capture import CapturedGraph, capture_module
 from shardwright.agents.structure.certify import certify
 from shardwright.agents.structure.facts import ModelFacts, observe
+from shardwright.agents.structure.mutants import Mutant, mutants
+from shardwright.agents.structure.obligations import EXAMINERS, hooks
 from shardwright.agents.structure.patterns.base import Match, Pattern
 from shardwright.schemas.fusion import Certificate, ObligationName
 
@@ -60,6 +63,21 @@ def captured_example(example: Example) -> tuple[CapturedGraph, CanonicalGraph, M
     return (*pairs[0], facts)
 
 
+def hooked_facts(match: Match, facts: ModelFacts) -> dict[str, ModelFacts]:
+    """The model's facts with one hook more: on each parameter of a region, and on each module that it computes in."""
+    made = {}
+    for parameter in match.parameters.values():
+        made[parameter] = replace(facts, parameter_hooks={parameter: "backward_hooks"})
+    for path in {node.module_path for node in match.region.op_nodes} - {"", *facts.units}:
+        made[path] = replace(facts, module_hooks={path: "forward_hooks"})
+    return made
+
+
+def refused(match: Match, facts: ModelFacts) -> bool:
+    """Whether some obligation is not proved; the costly ones are examined last, and only where all others are."""
+    return any(examiner(match, facts)[0] != "proved" for examiner in EXAMINERS.values())
+
+
 class PatternContract:
     """Inherit, set ``pattern``, ``positives`` and ``near_misses``."""
 
@@ -67,6 +85,8 @@ class PatternContract:
     positives: ClassVar[dict[str, tuple[Example, int]]]
     """Name → example and its number of matches."""
     near_misses: ClassVar[dict[str, Example]]
+    least_mutants: ClassVar[int] = 2
+    """How many changed copies of the first positive example there are at least."""
 
     def found(self, example: Example) -> list[tuple[Match, Certificate]]:
         pairs, facts = captured_examples(example)
@@ -94,6 +114,38 @@ class PatternContract:
             for _, certificate in self.found(example):
                 assert not certificate.legal, name
                 assert certificate.refused_because(), name
+
+    def test_a_changed_region_is_never_taken_for_the_same(self) -> None:
+        """The first positive example with one thing changed: see :mod:`mutants` for the kinds."""
+        example, _ = next(iter(self.positives.values()))
+        pairs, facts = captured_examples(example)
+        made = 0
+        for pair in pairs:
+            for match in self.pattern.find(*pair):
+                for mutant in mutants(match):
+                    made += 1
+                    self._not_the_same(match, mutant, facts)
+        assert made >= self.least_mutants, f"{made} mutants"
+
+    def _not_the_same(self, match: Match, mutant: Mutant, facts: ModelFacts) -> None:
+        captured = mutant.captured
+        assert captured.graph is not None
+        again = canonicalise(captured.graph, captured.leaves, captured.module_path)
+        for other in self.pattern.find(captured, again):
+            same = (other.anchor, other.constants) == (match.anchor, match.constants)
+            same = same and [other.region.spec(r) for r in other.region.inputs] == [
+                match.region.spec(r) for r in match.region.inputs
+            ]
+            assert not same or refused(other, facts), f"{match.label}: {mutant.name}"
+
+    def test_a_hook_inside_is_refused(self) -> None:
+        """A hook on a parameter of the region, or on a module that it computes in."""
+        for name, (example, _) in list(self.positives.items())[:1]:
+            pairs, facts = captured_examples(example)
+            for pair in pairs:
+                for match in self.pattern.find(*pair):
+                    for where, seen in hooked_facts(match, facts).items():
+                        assert hooks(match, seen)[0] == "refuted", f"{name}: {where}"
 
     def test_capture_is_deterministic(self) -> None:
         for name, (example, _) in self.positives.items():

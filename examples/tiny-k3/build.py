@@ -1,12 +1,15 @@
-"""Build examples/tiny-k3: Kimi K3 in small, in its own layout: delta-rule and gated latent attention, packed experts.
+"""Build examples/tiny-k3: Kimi K3 in small, in its own layout: delta-rule, sparse and dense gated latent attention,
+packed experts, a vision tower; and data of texts and pictures.
 
 Names, 1-indexed layer lists, padded A_log, fp32 side tensors and MXFP4 experts are those of the published files; sizes
-are not, and there is no vision tower. Needs numpy only; every byte is the same on every machine.
+are not, and the first of the two latent attentions is the sparse form. Needs numpy only; every byte is the same on
+every machine.
 Legend: E experts, H hidden, L latent width of routed experts, F expert width, V vocabulary.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import sys
@@ -23,11 +26,21 @@ from common.shards import write_json, write_sharded
 from common.tokenizer import byte_alphabet, write_tokenizer
 
 SOURCE = Path(__file__).resolve().parent
-SPECIAL = ("<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>", *(f"<|reserved_{i}|>" for i in range(4)))
+SPECIAL = (
+    "<|endoftext|>",
+    "<|pad|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|media_pad|>",
+    *(f"<|reserved_{i}|>" for i in range(3)),
+)
 H, L, F, E, LAYERS, DENSE = 64, 32, 32, 16, 5, 96
 HEADS, NOPE, EXTRA, VALUE, Q_RANK, KV_RANK = 4, 16, 8, 16, 24, 16
 LINEAR_HEADS, LINEAR_DIM, A_LOG = 3, 16, 128
-FULL_ATTENTION = (4, 5)
+FULL_ATTENTION, SPARSE_ATTENTION = (4, 5), (4,)
+INDEX_HEADS, INDEX_DIM, INDEX_TOPK = 8, 8, 16
+PATCH, TOWER, TOWER_HEADS, TOWER_MLP, TOWER_LAYERS, TABLE = 4, 16, 2, 32, 2, 8
+COLOURS = {"red": (220, 40, 40), "green": (40, 200, 60), "blue": (50, 70, 220), "grey": (128, 128, 128)}
 V = len(SPECIAL) + 256
 GROUP, SCALE = 32, 122
 """Columns that share a scale, and that scale: 2^(122 − 127) times 0 to 6 gives a deviation near 1/√32."""
@@ -62,20 +75,43 @@ TEXT = {
     "linear_attn_config": {
         "full_attn_layers": list(FULL_ATTENTION),
         "kda_layers": [layer for layer in range(1, LAYERS + 1) if layer not in FULL_ATTENTION],
+        "sparse_attn_layers": list(SPARSE_ATTENTION),
         "num_heads": LINEAR_HEADS,
         "head_dim": LINEAR_DIM,
         "short_conv_kernel_size": 4,
         "gate_lower_bound": -5.0,
         "use_full_rank_gate": True,
     },
+    "index_n_heads": INDEX_HEADS,
+    "index_head_dim": INDEX_DIM,
+    "index_topk": INDEX_TOPK,
     "vocab_size": V,
+    "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
+}
+VISION = {
+    "patch_size": PATCH,
+    "init_pos_emb_height": TABLE,
+    "init_pos_emb_width": TABLE,
+    "init_pos_emb_time": 4,
+    "vt_hidden_size": TOWER,
+    "vt_intermediate_size": TOWER_MLP,
+    "vt_num_hidden_layers": TOWER_LAYERS,
+    "vt_num_attention_heads": TOWER_HEADS,
+    "qkv_hidden_size": TOWER,
+    "mm_hidden_size": TOWER,
+    "text_hidden_size": H,
+    "merge_kernel_size": [2, 2],
+    "merge_type": "sd2_tpool",
+    "mm_projector_type": "patchmergerv2",
 }
 CONFIG = {
     "model_type": "kimi_k3",
     "architectures": ["KimiK3ForConditionalGeneration"],
     "auto_map": {"AutoModel": "modeling_kimi_k3.KimiK3ForConditionalGeneration"},
     "text_config": TEXT,
+    "vision_config": VISION,
+    "media_placeholder_token_id": SPECIAL.index("<|media_pad|>"),
     "quantization_config": {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
     "bos_token_id": 0,
     "eos_token_id": 0,
@@ -118,6 +154,27 @@ def tensors() -> Iterator[tuple[str, str, np.ndarray]]:
     draw = Draws(20260727)
     for name, dtype, values in language(draw):
         yield f"language_model.{name}", dtype, values
+    yield from vision(Draws(20260728))
+
+
+def vision(draw: Draws) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Vision tower and projector."""
+    tower, merged = "vision_tower", 4 * TOWER
+    flat = 3 * PATCH * PATCH
+    yield f"{tower}.patch_embed.proj.weight", "F32", draw.linear(TOWER, flat)[1].reshape(TOWER, 3, PATCH, PATCH)
+    yield f"{tower}.patch_embed.pos_emb.weight", *draw.uniform(TABLE, TABLE, TOWER, deviation=0.1)
+    for index in range(TOWER_LAYERS):
+        block = f"{tower}.encoder.blocks.{index}"
+        yield f"{block}.norm0.weight", *draw.norm(TOWER)
+        yield f"{block}.norm1.weight", *draw.norm(TOWER)
+        yield f"{block}.wqkv.weight", *draw.linear(3 * TOWER, TOWER)
+        yield f"{block}.wo.weight", *draw.linear(TOWER, TOWER)
+        yield f"{block}.mlp.fc0.weight", *draw.linear(TOWER_MLP, TOWER)
+        yield f"{block}.mlp.fc1.weight", *draw.linear(TOWER, TOWER_MLP)
+    yield f"{tower}.encoder.final_layernorm.weight", *draw.norm(TOWER)
+    yield "mm_projector.proj.0.weight", *draw.linear(merged, merged)
+    yield "mm_projector.proj.2.weight", *draw.linear(H, merged)
+    yield "mm_projector.post_norm.weight", *draw.norm(H)
 
 
 def language(draw: Draws) -> Iterator[tuple[str, str, np.ndarray]]:
@@ -130,6 +187,8 @@ def language(draw: Draws) -> Iterator[tuple[str, str, np.ndarray]]:
         for name in ("self_attention_res_proj", "mlp_res_proj"):
             yield f"{layer}.{name}.weight", *draw.uniform(1, H, deviation=0.1)
         yield from (latent if index + 1 in FULL_ATTENTION else delta)(draw, f"{layer}.self_attn")
+        if index + 1 in SPARSE_ATTENTION:
+            yield from indexer(draw, f"{layer}.self_attn.indexer")
         yield from (dense(draw, f"{layer}.mlp", DENSE) if index == 0 else experts(draw, f"{layer}.block_sparse_moe"))
     yield "model.output_attn_res_norm.weight", *draw.norm(H)
     yield "model.output_attn_res_proj.weight", *draw.uniform(1, H, deviation=0.1)
@@ -167,6 +226,15 @@ def latent(draw: Draws, name: str) -> Iterator[tuple[str, str, np.ndarray]]:
     yield f"{name}.o_proj.weight", *draw.linear(H, HEADS * VALUE)
 
 
+def indexer(draw: Draws, name: str) -> Iterator[tuple[str, str, np.ndarray]]:
+    """What scores the tokens that sparse attention looks at."""
+    yield f"{name}.wq_b.weight", *draw.linear(INDEX_HEADS * INDEX_DIM, Q_RANK)
+    yield f"{name}.wk.weight", *draw.linear(INDEX_DIM, H)
+    yield f"{name}.k_norm.weight", *draw.norm(INDEX_DIM)
+    yield f"{name}.k_norm.bias", *draw.uniform(INDEX_DIM, deviation=0.1)
+    yield f"{name}.weights_proj.weight", *draw.linear(INDEX_HEADS, H)
+
+
 def dense(draw: Draws, name: str, width: int) -> Iterator[tuple[str, str, np.ndarray]]:
     """A feed-forward at full width."""
     yield f"{name}.gate_proj.weight", *draw.linear(width, H)
@@ -187,6 +255,28 @@ def experts(draw: Draws, name: str) -> Iterator[tuple[str, str, np.ndarray]]:
             yield from draw.packed(f"{name}.experts.{expert}.{part}.weight", rows, columns)
 
 
+def records(seed: int, count: int) -> Iterator[dict[str, object]]:
+    """Texts of two sentences, and every second one a picture with its colour and form in words."""
+    bits = np.random.PCG64(seed)
+    for number, text in enumerate(documents(seed, count)):
+        if number % 2:
+            yield picture(bits)
+        else:
+            yield {"text": ". ".join(text.rstrip(".\n").split(". ")[:2]) + ".\n"}
+
+
+def picture(bits: np.random.PCG64) -> dict[str, object]:
+    """A noisy picture of one colour, as a portable pixmap."""
+    name = sorted(COLOURS)[bits.random_raw() % len(COLOURS)]
+    rows, columns = ((16, 8), (8, 16), (16, 16))[bits.random_raw() % 3]
+    form = "square" if rows == columns else "tall" if rows > columns else "wide"
+    noise = (bits.random_raw(rows * columns * 3) >> np.uint64(59)).astype(np.int64).reshape(rows, columns, 3)
+    pixels = (np.asarray(COLOURS[name]) + noise - 16).clip(0, 255).astype(np.uint8)
+    pixmap = f"P6\n{columns} {rows}\n255\n".encode() + pixels.tobytes()
+    text = f"<|media_pad|>the picture is {form} and {name}.\n"
+    return {"text": text, "images": [{"base64": base64.b64encode(pixmap).decode()}]}
+
+
 def make(folder: Path) -> None:
     """Fill an empty folder with the checkpoint and the data."""
     checkpoint = folder / "checkpoint"
@@ -198,7 +288,7 @@ def make(folder: Path) -> None:
     write_tokenizer(checkpoint, vocabulary=vocabulary, merges=[], special=SPECIAL, split_digits=False, options=options)
     write_sharded(checkpoint, tensors(), MAX_SHARD_BYTES)
     for name, seed, count in (("train", 1, 256), ("held_out", 2, 48)):
-        lines = (json.dumps({"text": text}) + "\n" for text in documents(seed, count))
+        lines = (json.dumps(record) + "\n" for record in records(seed, count))
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 

@@ -41,6 +41,24 @@ class Strip:
     stages: int
 
 
+@dataclass(frozen=True)
+class AdapterGrads:
+    """Whether both factors of an adapter get their gradients in one launch."""
+
+    paired: bool
+
+
+@dataclass(frozen=True)
+class StackTile:
+    """The launch of a stack's gradient: rows of a step, and a program's part of the stack."""
+
+    BR: int
+    BN: int
+    BM: int
+    warps: int
+    stages: int
+
+
 MANY_ROWS = 1024
 """From so many rows an expert on, row tiles of one expert fill the device: they share weight tiles in groups."""
 
@@ -89,6 +107,19 @@ def inner_steps(value_bytes: int, step: int) -> int:
     """Steps of an inner sum in fp32, at least two, so that it stays a loop; 0 in 16-bit types: one sum over all,
     where the result's own rounding is far larger."""
     return max(2, CHAIN // step) if value_bytes == 4 else 0
+
+
+def adapter_grads(rows: int, experts: int) -> AdapterGrads:
+    """Launches of an adapter's gradients. Not timed on a device: one is never more work than two."""
+    return tuned.lookup(OP, "adapter_grads", tuned.bucket(R=rows, E=experts), AdapterGrads(paired=True))
+
+
+def stack_grad(value_bytes: int, rows: int, experts: int) -> StackTile:
+    """Launch of a stack's gradient. Not timed on a device."""
+    if value_bytes == 4:
+        return StackTile(BR=32, BN=32, BM=32, warps=4, stages=2)
+    default = StackTile(BR=64, BN=128, BM=128, warps=8, stages=3)
+    return tuned.lookup(OP, "stack_grad", tuned.bucket(R=rows, E=experts), default)
 
 
 FEW_ROWS = 384

@@ -27,6 +27,8 @@ ROLES = {
     "down": "frozen stack [E, H, I] (out_in) or [E, I, H] (in_out)",
     "lora_a": "adapter [E, r, in]",
     "lora_b": "adapter [E, out, r]",
+    "up_bias": "frozen bias [E, F] in the columns' order",
+    "down_bias": "frozen bias [E, H]",
     "y": "rows [R, H]",
 }
 
@@ -42,7 +44,7 @@ OBLIGATIONS: tuple[ObligationName, ...] = (
     "reversible-layout",
     "differential-test",
 )
-"""The base stacks must be frozen: they get no gradient here."""
+"""The base stacks are frozen unless ``trains_base`` asks for their gradients; biases are always frozen."""
 
 Kind = Literal["swiglu", "clamped_swiglu", "situ", "relu2", "silu"]
 GATED: dict[str, bool] = {"swiglu": True, "clamped_swiglu": True, "situ": True, "relu2": False, "silu": False}
@@ -124,8 +126,20 @@ def check_adapter(op: str, role: str, a: TensorLike, b: TensorLike, sizes: tuple
         raise guards.refuse(op, "wrong-shape", what, f"pass a [{E}, r, {into}] and b [{E}, {out}, r], r <= {MAX_RANK}")
 
 
+def check_bias(op: str, role: str, bias: TensorLike, shape: tuple[int, int], x: TensorLike) -> None:
+    """A bias is ``[E, width]`` in x's dtype.
+
+    Raises:
+        KernelError: ``dtype-mixed`` or ``wrong-shape``.
+    """
+    guards.one_dtype(op, {"x": x, role: bias}, DTYPES)
+    if tuple(bias.shape) != shape:
+        raise guards.refuse(op, "wrong-shape", f"{role} is {list(bias.shape)}", f"pass one row an expert {list(shape)}")
+
+
 def check_counts(op: str, counts: TensorLike, experts: int) -> None:
-    """``counts`` is a dense integer ``[E]``. Its values stay on the device: their sum must be at most R.
+    """``counts`` is a dense integer ``[E]``. Its values stay on the device, where counts that
+    pass R rows in all are cut.
 
     Raises:
         KernelError: ``dtype-unsupported``, ``wrong-shape`` or ``not-contiguous``.

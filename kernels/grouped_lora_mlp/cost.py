@@ -14,7 +14,8 @@ def cost(
 ) -> OpCost:
     """Work of forward and backward over rows ``[R, H]`` sorted by expert; the base is frozen.
 
-    The backward makes dx and, with a rank, the adapters' gradients. Floors read each expert's weights once
+    The backward makes dx and, with a rank, the adapters' gradients. Launches count the tile list and the zeros for
+    rows of no expert, and an activation in its product's epilogue. Floors read each expert's weights once
     a pass, and every row once; an expert without rows counts as read, so the floor holds for any routing
     only where every expert has rows.
 
@@ -31,7 +32,7 @@ def cost(
         flops=products + low + 8 * R * I,
         bytes_read=stacks + adapters + R * (H + I + (H + I + 4 * r) * (r > 0)) * b,
         bytes_written=R * (F + I + H + 2 * r) * b,
-        launches=5 if r else 3,
+        launches=6 if r else 4,
         workspace_bytes=R * (I + H) * b,
         floor_flops=products + low,
         floor_bytes=stacks + adapters + 2 * R * H * b,
@@ -40,7 +41,7 @@ def cost(
         flops=products + 2 * low + 16 * R * I,
         bytes_read=stacks + adapters + R * (H + 3 * F + I + (2 * H + 2 * F + I + 8 * r) * (r > 0)) * b,
         bytes_written=R * (F + I + H + 2 * r) * b + adapters,
-        launches=9 if r else 3,
+        launches=8 if r else 4,
         workspace_bytes=R * (F + 2 * r) * b,
         floor_flops=products + 2 * low,
         floor_bytes=stacks + 2 * adapters + R * (2 * H + F) * b,

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """What stands between the products: the activation of saved rows, its gradient, and rows of no expert.
 
-``activation_bwd_kernel`` also gives each row's share of its routing weight's gradient (dout · y = (dout W₂) · h,
-so y is not kept). Both stream rows at the memory's speed; fused into a product's epilogue they spill there (one H200).
+``activation_bwd_kernel`` also gives each row's share of its routing weight's gradient (dout · y = (dout W₂) · h, plus
+dout · bias where the down stack has one), so y is not kept. Both stream rows at the memory's speed; fused into a
+product's epilogue they spill there (one H200).
 
 Legend: R rows, E experts, I expert width, F = 2I with a gate (else I).
 """
@@ -38,11 +39,12 @@ def activation_kernel(
             tl.store(h_ptr + row * I + n[None, :], h, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["SLOTS"])
 def activation_bwd_kernel(
-    dh_ptr, gu_ptr, dgu_ptr, part_ptr, weights_ptr, entry_ptr, first_ptr, last_ptr, tiles_ptr, I, F,
-    STEP: tl.constexpr, KIND: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
-    GATED: tl.constexpr, WEIGHTED: tl.constexpr, PARTS: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+    dh_ptr, gu_ptr, dgu_ptr, part_ptr, weights_ptr, dout_ptr, bias_ptr, entry_ptr, expert_ptr, first_ptr, last_ptr,
+    tiles_ptr, I, F, H, SLOTS, STEP: tl.constexpr, KIND: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr,
+    P2: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
+    BR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """``dgu [R, F]`` from ``dh [R, I]`` and, where asked, ``part [R]``."""
     tile = tl.program_id(0)
@@ -71,6 +73,15 @@ def activation_bwd_kernel(
             if GATED:
                 tl.store(dgu_ptr + at + up, du.to(dgu_ptr.dtype.element_ty), mask=inside)
         if PARTS:
+            if BIAS:
+                token = (tl.load(entry_ptr + rows, mask=live, other=0) // SLOTS).to(tl.int64)[:, None]
+                bias_at = bias_ptr + tl.load(expert_ptr + tile).to(tl.int64) * H
+                for start in tl.range(0, H, BN):
+                    n = start + tl.arange(0, BN)
+                    bias = tl.load(bias_at + n, mask=n < H, other=0.0).to(tl.float32)
+                    inside = live[:, None] & (n < H)[None, :]
+                    dout = tl.load(dout_ptr + token * H + n[None, :], mask=inside, other=0.0).to(tl.float32)
+                    part += tl.sum(dout * bias[None, :], axis=1)
             tl.store(part_ptr + rows, part, mask=live)
 
 

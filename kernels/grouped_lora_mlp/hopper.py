@@ -29,19 +29,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from shardwright.kernels.grouped_lora_mlp.hopper_activation import activate
+from shardwright.kernels.grouped_lora_mlp.hopper_epilogue import copy_layout, finish
 
 ROWS, RUN, DEPTH, CONSUMERS, STAGES = 64, 128, 64, 3, 3
 """Rows of a consumer, columns of an accumulator, depth of a step, consumers, steps in flight."""
 CONSUMER_REGISTERS = 160
 """3 x 128 threads of 160 leave 32 for each of the producer's: 65,536 in all. With 152 the accumulators spill; with 32
 a producer that gathers spills a few row addresses, once a tile."""
-
-
-@gluon.constexpr_function
-def _copy_layout():
-    """16 bytes a thread, eight threads a row of 64 values."""
-    return gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
 
 
 @gluon.jit
@@ -66,13 +60,13 @@ def _runs(column, I, FUSE: gl.constexpr, HALVES: gl.constexpr):
 @gluon.jit
 def _tokens(entry_ptr, first, last, SLOTS):
     """The tokens of 64 rows; rows past the tile's end take token 0."""
-    rows = first + gl.arange(0, 64, layout=gl.SliceLayout(1, _copy_layout()))
+    rows = first + gl.arange(0, 64, layout=gl.SliceLayout(1, copy_layout()))
     return gl.load(entry_ptr + rows, mask=rows < last, other=0) // SLOTS
 
 
 @gluon.jit
 def _gather(x_ptr, tokens, k, K, place):
-    depth = k + gl.arange(0, 64, layout=gl.SliceLayout(0, _copy_layout()))
+    depth = k + gl.arange(0, 64, layout=gl.SliceLayout(0, copy_layout()))
     async_copy.async_copy_global_to_shared(place, x_ptr + tokens.to(gl.int64)[:, None] * K + depth[None, :])
 
 
@@ -142,76 +136,12 @@ def _producer(
 
 
 @gluon.jit
-def _pass(piece, staging):
-    """64 rows x 64 columns out of the accumulators, rounded, in the layout in which whole 128-byte rows leave."""
-    staging.store(piece.to(staging.dtype))
-    return staging.load(_copy_layout())
-
-
-@gluon.jit
-def _store(pointer, value, first, last, n, width, layout: gl.constexpr):
-    rows = first + gl.arange(0, value.shape[0], layout=gl.SliceLayout(1, layout))
-    columns = n + gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, layout))
-    at = pointer + rows.to(gl.int64)[:, None] * width + columns[None, :]
-    gl.store(at, value, mask=(rows < last)[:, None] & (columns < width)[None, :])
-
-
-@gluon.jit
-def _halves(run):
-    """Columns 0..63 and 64..127 of a run."""
-    return run.reshape([64, 2, 64]).permute((0, 2, 1)).split()
-
-
-@gluon.jit
-def _leave(
-    p, q, y_ptr, h_ptr, staging, first, last, n0, n1, n, N, I, FUSE: gl.constexpr, HALVES: gl.constexpr,
-    SAVE: gl.constexpr, KIND: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, P2: gl.constexpr,
-):  # fmt: skip
-    """Two pieces of 64 columns leave as they are (``SAVE``), and as their activation (``FUSE``), of rounded values.
-
-    A gate piece that passes I meets up columns: what it stores there is what their own tile stores, bit for bit.
-    """
-    wide: gl.constexpr = _copy_layout()
-    g, u = _pass(p, staging), _pass(q, staging)
-    if SAVE:
-        _store(y_ptr, g, first, last, n0, N, wide)
-        _store(y_ptr, u, first, last, n1, N, wide)
-    if FUSE and HALVES:
-        h = activate(g.to(gl.float32), u.to(gl.float32), KIND, P0, P1, P2).to(h_ptr.dtype.element_ty)
-        _store(h_ptr, h, first, last, n, I, wide)
-    if FUSE and not HALVES:
-        narrow: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-        a, b = g.reshape([64, 32, 2]).split()
-        h = activate(a.to(gl.float32), b.to(gl.float32), KIND, P0, P1, P2).to(h_ptr.dtype.element_ty)
-        _store(h_ptr, gl.convert_layout(h, narrow), first, last, n, I, narrow)
-        a, b = u.reshape([64, 32, 2]).split()
-        h = activate(a.to(gl.float32), b.to(gl.float32), KIND, P0, P1, P2).to(h_ptr.dtype.element_ty)
-        _store(h_ptr, gl.convert_layout(h, narrow), first, last, n + 64, I, narrow)
-
-
-@gluon.jit
-def _finish(
-    a, b, y_ptr, h_ptr, staging, first, last, column, n0, n1, N, I, FUSE: gl.constexpr, HALVES: gl.constexpr,
-    SAVE: gl.constexpr, KIND: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, P2: gl.constexpr,
-):  # fmt: skip
-    """Leave with the two runs of 128 columns, in pairs of 64: columns of h start at ``column · 128``."""
-    a0, a1 = _halves(a)
-    b0, b1 = _halves(b)
-    n: gl.constexpr = 64 if HALVES else 32
-    _leave(a0, b0, y_ptr, h_ptr, staging, first, last, n0, n1, column * 128, N, I, FUSE, HALVES, SAVE, KIND, P0, P1, P2)
-    _leave(
-        a1, b1, y_ptr, h_ptr, staging, first, last, n0 + 64, n1 + 64, column * 128 + n, N, I, FUSE, HALVES, SAVE, KIND,
-        P0, P1, P2,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _consumer(
-    y_ptr, h_ptr, z_ptr, first_ptr, last_ptr, tiles, columns, N, I, K, xs, ws, bs, staging, full, empty, b_full,
-    b_empty, ME: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    y_ptr, h_ptr, z_ptr, bias_ptr, expert_ptr, first_ptr, last_ptr, tiles, columns, N, I, K, xs, ws, bs, staging, full,
+    empty, b_full, b_empty, ME: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     GATHER: gl.constexpr, N_FIRST: gl.constexpr, FUSE: gl.constexpr, HALVES: gl.constexpr, SAVE: gl.constexpr,
-    LORA: gl.constexpr, B_N_FIRST: gl.constexpr, RANK: gl.constexpr, KIND: gl.constexpr, P0: gl.constexpr,
-    P1: gl.constexpr, P2: gl.constexpr,
+    LORA: gl.constexpr, BIAS: gl.constexpr, B_N_FIRST: gl.constexpr, RANK: gl.constexpr, KIND: gl.constexpr,
+    P0: gl.constexpr, P1: gl.constexpr, P2: gl.constexpr,
 ):  # fmt: skip
     matrix: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     rank: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=matrix, k_width=2)
@@ -252,9 +182,13 @@ def _consumer(
                 mbarrier.arrive(b_empty, count=1)
                 done += 1
             n0, n1 = _runs(column, I, FUSE, HALVES)
-            _finish(
-                a, b, y_ptr, h_ptr, staging, first, last, column, n0, n1, N, I, FUSE, HALVES, SAVE, KIND, P0, P1, P2
-            )
+            bias_at = bias_ptr
+            if BIAS:
+                bias_at += gl.load(expert_ptr + tile).to(gl.int64) * N
+            finish(
+                a, b, y_ptr, h_ptr, bias_at, staging, first, last, column, n0, n1, N, I, FUSE, HALVES, SAVE, BIAS, KIND,
+                P0, P1, P2,
+            )  # fmt: skip
         else:
             for _ in range(0, K, 64):
                 stage = step % STAGES
@@ -269,13 +203,13 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["SLOTS"])
 def hopper_product_kernel(
-    x_desc, x_ptr, w_desc, b_desc, y_ptr, h_ptr, z_ptr, entry_ptr, expert_ptr, first_ptr, last_ptr, tiles_ptr, N, I, K,
-    SLOTS, w_rows, b_rows, STAGES: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, REGISTERS: gl.constexpr,
-    GATHER: gl.constexpr, N_FIRST: gl.constexpr, FUSE: gl.constexpr, HALVES: gl.constexpr, SAVE: gl.constexpr,
-    LORA: gl.constexpr, B_N_FIRST: gl.constexpr, RANK: gl.constexpr, KIND: gl.constexpr, P0: gl.constexpr,
-    P1: gl.constexpr, P2: gl.constexpr,
+    x_desc, x_ptr, w_desc, b_desc, y_ptr, h_ptr, z_ptr, bias_ptr, entry_ptr, expert_ptr, first_ptr, last_ptr, tiles_ptr,
+    N, I, K, SLOTS, w_rows, b_rows, STAGES: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    REGISTERS: gl.constexpr, GATHER: gl.constexpr, N_FIRST: gl.constexpr, FUSE: gl.constexpr, HALVES: gl.constexpr,
+    SAVE: gl.constexpr, LORA: gl.constexpr, BIAS: gl.constexpr, B_N_FIRST: gl.constexpr, RANK: gl.constexpr,
+    KIND: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, P2: gl.constexpr,
 ):  # fmt: skip
-    """``y [R, N] = x Wᵀ (+ z Bᵀ)`` and, with ``FUSE``, ``h [R, I]`` of it; y is stored only with ``SAVE``."""
+    """``y [R, N] = x Wᵀ (+ z Bᵀ) (+ bias)`` and, with ``FUSE``, ``h [R, I]`` of it; y is stored only with ``SAVE``."""
     kind: gl.constexpr = x_desc.dtype
     xs = gl.allocate_shared_memory(kind, [STAGES * 3, 64, 64], x_desc.layout)
     ws = gl.allocate_shared_memory(kind, [STAGES * 2, 128, 64] if N_FIRST else [STAGES * 2, 64, 128], w_desc.layout)
@@ -303,17 +237,17 @@ def hopper_product_kernel(
                 w_rows, b_rows, xs, ws, bs, full, empty, b_full, b_empty, STAGES, GROUP, PROGRAMS, GATHER, N_FIRST,
                 FUSE, HALVES, LORA, B_N_FIRST)),
             (_consumer, (
-                y_ptr, h_ptr, z_ptr, first_ptr, last_ptr, tiles, columns, N, I, K, xs, ws, bs, staging.index(0), full,
-                empty, b_full, b_empty, 0, STAGES, GROUP, PROGRAMS, GATHER, N_FIRST, FUSE, HALVES, SAVE, LORA,
-                B_N_FIRST, RANK, KIND, P0, P1, P2)),
+                y_ptr, h_ptr, z_ptr, bias_ptr, expert_ptr, first_ptr, last_ptr, tiles, columns, N, I, K, xs, ws, bs,
+                staging.index(0), full, empty, b_full, b_empty, 0, STAGES, GROUP, PROGRAMS, GATHER, N_FIRST, FUSE,
+                HALVES, SAVE, LORA, BIAS, B_N_FIRST, RANK, KIND, P0, P1, P2)),
             (_consumer, (
-                y_ptr, h_ptr, z_ptr, first_ptr, last_ptr, tiles, columns, N, I, K, xs, ws, bs, staging.index(1), full,
-                empty, b_full, b_empty, 1, STAGES, GROUP, PROGRAMS, GATHER, N_FIRST, FUSE, HALVES, SAVE, LORA,
-                B_N_FIRST, RANK, KIND, P0, P1, P2)),
+                y_ptr, h_ptr, z_ptr, bias_ptr, expert_ptr, first_ptr, last_ptr, tiles, columns, N, I, K, xs, ws, bs,
+                staging.index(1), full, empty, b_full, b_empty, 1, STAGES, GROUP, PROGRAMS, GATHER, N_FIRST, FUSE,
+                HALVES, SAVE, LORA, BIAS, B_N_FIRST, RANK, KIND, P0, P1, P2)),
             (_consumer, (
-                y_ptr, h_ptr, z_ptr, first_ptr, last_ptr, tiles, columns, N, I, K, xs, ws, bs, staging.index(2), full,
-                empty, b_full, b_empty, 2, STAGES, GROUP, PROGRAMS, GATHER, N_FIRST, FUSE, HALVES, SAVE, LORA,
-                B_N_FIRST, RANK, KIND, P0, P1, P2)),
+                y_ptr, h_ptr, z_ptr, bias_ptr, expert_ptr, first_ptr, last_ptr, tiles, columns, N, I, K, xs, ws, bs,
+                staging.index(2), full, empty, b_full, b_empty, 2, STAGES, GROUP, PROGRAMS, GATHER, N_FIRST, FUSE,
+                HALVES, SAVE, LORA, BIAS, B_N_FIRST, RANK, KIND, P0, P1, P2)),
         ],
         [4, 4, 4],
         [REGISTERS, REGISTERS, REGISTERS],

@@ -25,18 +25,19 @@ from shardwright.kernels.grouped_lora_mlp.hopper import (
     STAGES,
     hopper_product_kernel,
 )
-from shardwright.kernels.grouped_lora_mlp.rows import LowRank, Rows
+from shardwright.kernels.grouped_lora_mlp.rows import Product
 
 RANKS = (16, 32, 64)
 """Ranks whose B fits beside three steps in shared memory and is a whole matrix step."""
 
 
-def serves(x: Tensor, w: Tensor, rows: Rows, low: LowRank | None) -> bool:
+def serves(product: Product) -> bool:
     """Whether the Hopper product computes this call, and is the faster one for its rows.
 
     The stack must be one dense [E · rows, columns] matrix, and the depth whole steps: a two-dimensional tensor
     copy knows no bounds inside it.
     """
+    x, w, _, rows, low, _, _ = product
     return (
         device.capability(x) == (9, 0)
         and x.element_size() == 2
@@ -59,35 +60,20 @@ def _describe(tensor: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     return TensorDescriptor(tensor, [tensor.numel() // width, width], [width, 1], list(block), _layout(block))
 
 
-def launch_product(
-    key: Hashable,
-    tensors: Tensors,
-    x: Tensor,
-    w: Tensor,
-    n_first: bool,
-    rows: Rows,
-    low: LowRank | None,
-    y: Tensor,
-    gathered: bool,
-) -> None:
+def launch_product(key: Hashable, tensors: Tensors, product: Product, y: Tensor) -> None:
     """Fill ``y [R, N]``; see ``launches.launch_product``."""
     fixed = {"FUSE": False, "HALVES": False, "SAVE": True, "KIND": "none", "P0": 0.0, "P1": 0.0, "P2": 0.0}
-    _launch(key, tensors, x, w, n_first, rows, low, gathered, y, y, y.shape[1], y.shape[1], fixed)
+    _launch(key, tensors, product, y, y, (y.shape[1], y.shape[1]), fixed)
 
 
 def launch_gate_up(
     key: Hashable,
     tensors: Tensors,
-    x: Tensor,
-    gate_up: Tensor,
-    n_first: bool,
-    rows: Rows,
-    low: LowRank | None,
+    product: Product,
     activation: Activation,
     layout: Layout,
     gu: Tensor | None,
     h: Tensor,
-    gathered: bool,
 ) -> None:
     """Fill ``h [R, I]`` and, where given, ``gu [R, F]``; see ``launches.launch_gate_up``. Gated kinds only."""
     P0, P1, P2 = activation.parameters
@@ -98,26 +84,20 @@ def launch_gate_up(
         "KIND": activation.kind,
     }
     fixed |= {"P0": P0, "P1": P1, "P2": P2}
-    y = h if gu is None else gu
-    _launch(key, tensors, x, gate_up, n_first, rows, low, gathered, y, h, 2 * h.shape[1], h.shape[1], fixed)
+    _launch(key, tensors, product, h if gu is None else gu, h, (2 * h.shape[1], h.shape[1]), fixed)
 
 
 def _launch(
     key: Hashable,
     tensors: Tensors,
-    x: Tensor,
-    w: Tensor,
-    n_first: bool,
-    rows: Rows,
-    low: LowRank | None,
-    gathered: bool,
+    product: Product,
     y: Tensor,
     h: Tensor,
-    N: int,
-    I: int,
+    widths: tuple[int, int],
     fixed: dict[str, Any],
 ) -> None:
-    expert, first, last = rows.tiles.lists()
+    """``widths``: columns of y, and those of h."""
+    x, w, n_first, rows, low, bias, _ = product
     x_desc = _describe(x, (ROWS, DEPTH))
     b_desc, b_n_first = x_desc, True
     if low is not None:
@@ -137,13 +117,11 @@ def _launch(
             y,
             h,
             y if low is None else low.z,
-            rows.entry if gathered else rows.tiles.offsets,
-            expert,
-            first,
-            last,
+            y if bias is None else bias,
+            rows.entry if product.gathered else rows.tiles.offsets,
+            *rows.tiles.lists(),
             rows.tiles.count,
-            N,
-            I,
+            *widths,
             x.shape[1],
             rows.slots,
             w.shape[1],
@@ -152,9 +130,10 @@ def _launch(
             GROUP=configs.group(rows.count, rows.tiles.experts),
             PROGRAMS=programs,
             REGISTERS=CONSUMER_REGISTERS,
-            GATHER=gathered,
+            GATHER=product.gathered,
             N_FIRST=n_first,
             LORA=low is not None,
+            BIAS=bias is not None,
             B_N_FIRST=b_n_first,
             RANK=16 if low is None else low.rank,
             num_warps=4,

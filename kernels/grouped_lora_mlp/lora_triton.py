@@ -82,18 +82,17 @@ def _rows_of(
     return q, p
 
 
-@triton.jit(do_not_specialize=["SLOTS"])
-def adapter_grad_kernel(
-    q_ptr, p_ptr, out_ptr, entry_ptr, weights_ptr, offsets_ptr, N, RANK, SLOTS, o_stride_n, o_stride_r,
+@triton.jit
+def _adapter_grad(
+    q_ptr, p_ptr, out_ptr, entry_ptr, weights_ptr, offsets_ptr, block, expert, N, RANK, SLOTS, o_stride_n, o_stride_r,
     GATHER: tl.constexpr, WEIGHTED: tl.constexpr, INNER: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
     RP: tl.constexpr,
 ):  # fmt: skip
-    """``out [E, N, r]`` (any stride order) ``= Σ_rows q[row, n] · p[row, r]`` over each expert's rows, in order.
+    """Columns ``block · BN`` on of one expert's ``out [N, r] = Σ_rows q[row, n] · p[row, r]``, in order of rows.
 
     p is multiplied by the row's routing weight where asked. An expert without rows gets zeros. With ``INNER`` > 0,
     sums of that many steps are added to the outer sum: one fp32 chain over all rows would round at its own size.
     """
-    expert, block = tl.program_id(1), tl.program_id(0)
     first, last = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
     columns, ranks = block * BN + tl.arange(0, BN), tl.arange(0, RP)
     acc = tl.zeros([BN, RP], tl.float32)
@@ -117,3 +116,34 @@ def adapter_grad_kernel(
         + ranks[None, :] * o_stride_r
     )
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(columns < N)[:, None] & (ranks < RANK)[None, :])
+
+
+@triton.jit(do_not_specialize=["SLOTS"])
+def adapter_grad_kernel(
+    q_ptr, p_ptr, out_ptr, entry_ptr, weights_ptr, offsets_ptr, N, RANK, SLOTS, o_stride_n, o_stride_r,
+    GATHER: tl.constexpr, WEIGHTED: tl.constexpr, INNER: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+    RP: tl.constexpr,
+):  # fmt: skip
+    """One factor's gradient: ``out [E, N, r]`` in any stride order."""
+    _adapter_grad(q_ptr, p_ptr, out_ptr, entry_ptr, weights_ptr, offsets_ptr, tl.program_id(0), tl.program_id(1), N,
+                  RANK, SLOTS, o_stride_n, o_stride_r, GATHER, WEIGHTED, INNER, BR, BN, RP)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["SLOTS"])
+def adapter_pair_kernel(
+    x_ptr, t_ptr, a_out_ptr, d_ptr, z_ptr, b_out_ptr, entry_ptr, weights_ptr, offsets_ptr, K, N, RANK, SLOTS,
+    GATHER_X: tl.constexpr, GATHER_D: tl.constexpr, WEIGHTED: tl.constexpr, INNER: tl.constexpr, BR: tl.constexpr,
+    BN: tl.constexpr, RP: tl.constexpr,
+):  # fmt: skip
+    """Both factors' gradients of one adapter: ``da [E, r, K] = Σ t ⊗ x`` and ``db [E, N, r] = Σ d ⊗ z``.
+
+    The first cdiv(K, BN) programs of an expert make da, the others db: what ``adapter_grad_kernel`` gives, bit for
+    bit, in one launch for two.
+    """
+    blocks, block = tl.cdiv(K, BN), tl.program_id(0)
+    if block < blocks:
+        _adapter_grad(x_ptr, t_ptr, a_out_ptr, entry_ptr, weights_ptr, offsets_ptr, block, tl.program_id(1), K, RANK,
+                      SLOTS, 1, K, GATHER_X, WEIGHTED, INNER, BR, BN, RP)  # fmt: skip
+    else:
+        _adapter_grad(d_ptr, z_ptr, b_out_ptr, entry_ptr, weights_ptr, offsets_ptr, block - blocks, tl.program_id(1), N,
+                      RANK, SLOTS, RANK, 1, GATHER_D, WEIGHTED, INNER, BR, BN, RP)  # fmt: skip

@@ -39,13 +39,18 @@ def expert_mlp_reference(
     down_adapter: tuple[Tensor, Tensor, float] | None,
     activation: Activation,
     layout: Layout,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
-    """One expert: ``x [R, H]``, ``gate_up`` and ``down`` as stored, adapters ``a [r, in]``, ``b [out, r]``."""
+    """One expert: ``x [R, H]``, ``gate_up`` and ``down`` as stored, adapters ``a [r, in]``, ``b [out, r]``, biases
+    ``[F]`` in the columns' order and ``[H]``."""
     flip = layout.order == "in_out"
     first = x @ (gate_up if flip else gate_up.mT)
     if up_adapter is not None:
         a, b, scaling = up_adapter
         first = first + (x @ a.mT) @ b.mT * scaling
+    if up_bias is not None:
+        first = first + up_bias
     up: Tensor | None = None
     gate = first
     if activation.gated:
@@ -55,7 +60,7 @@ def expert_mlp_reference(
     if down_adapter is not None:
         a, b, scaling = down_adapter
         y = y + (h @ a.mT) @ b.mT * scaling
-    return y
+    return y if down_bias is None else y + down_bias
 
 
 def grouped_lora_mlp_reference(
@@ -67,6 +72,8 @@ def grouped_lora_mlp_reference(
     down_adapter: Adapter | None,
     activation: Activation,
     layout: Layout,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """``[R, H]`` → ``[R, H]``: each expert's rows through its MLP; rows past ``sum(counts)`` give zero."""
     sizes = [int(n) for n in counts.tolist()]
@@ -74,6 +81,7 @@ def grouped_lora_mlp_reference(
     for e, size in enumerate(sizes):
         one = [None if ad is None else (ad[0][e], ad[1][e], ad[2]) for ad in (up_adapter, down_adapter)]
         rows = x[at : at + size]
-        parts.append(expert_mlp_reference(rows, gate_up[e], down[e], one[0], one[1], activation, layout))
+        biases = [None if bias is None else bias[e] for bias in (up_bias, down_bias)]
+        parts.append(expert_mlp_reference(rows, gate_up[e], down[e], one[0], one[1], activation, layout, *biases))
         at += size
     return torch.cat([*parts, 0 * x[at:]])

@@ -1,4 +1,4 @@
-"""What one call's launches share: its rows, and an adapter's low-rank term.
+"""What one call's launches share: its rows, an adapter's low-rank term, and the product that a launch makes.
 
 Legend: R rows, E experts, r rank, K slots a token, N width.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
-from shardwright.kernels.permute.op import Tiles
+from shardwright.kernels.permute.tiles import Tiles
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,7 @@ class Rows:
     """What launches are bound under (``kernels.bound``), together with their role in the layer."""
 
 
-@dataclass(frozen=True)
-class LowRank:
+class LowRank(NamedTuple):
     """An adapter's product ``z [R, r]`` and the factor ``b`` that takes it to the wide side.
 
     ``stride_n`` and ``stride_r`` say how ``b`` lies: [E, N, r] or [E, r, N].
@@ -39,3 +39,29 @@ class LowRank:
     rank: int
     stride_n: int
     stride_r: int
+
+
+class Product(NamedTuple):
+    """One product ``x Wᵀ (+ z Bᵀ) (+ bias)``: all that a launch reads.
+
+    ``w`` is [E, N, K] (``n_first``) or [E, K, N]; ``bias`` is [E, N]. With ``gather`` x holds tokens where the rows
+    are gathered from tokens, else rows.
+    """
+
+    x: Tensor
+    w: Tensor
+    n_first: bool
+    rows: Rows
+    low: LowRank | None = None
+    bias: Tensor | None = None
+    gather: bool = False
+
+    @property
+    def gathered(self) -> bool:
+        return self.gather and self.rows.entry is not None
+
+    def tensors(self, y: Tensor, h: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Every tensor of a launch that fills ``y`` and, where given, ``h``."""
+        z, b = (None, None) if self.low is None else (self.low.z, self.low.b)
+        tiles = self.rows.tiles
+        return (self.x, self.w, y, h, z, b, self.bias, self.rows.entry, tiles.offsets, *tiles.lists(), tiles.count)

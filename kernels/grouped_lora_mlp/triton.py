@@ -60,10 +60,10 @@ def _input(desc, pointers, first, k, depth, BK: tl.constexpr, GATHER: tl.constex
 
 @triton.jit
 def _finish(
-    acc, y_ptr, z_ptr, b_ptr, expert, first, last, n, N, RANK, b_stride_n, b_stride_r, ROWS: tl.constexpr,
-    LORA: tl.constexpr, RP: tl.constexpr,
+    acc, y_ptr, z_ptr, b_ptr, bias_ptr, expert, first, last, n, N, RANK, b_stride_n, b_stride_r, ROWS: tl.constexpr,
+    LORA: tl.constexpr, BIAS: tl.constexpr, RP: tl.constexpr,
 ):  # fmt: skip
-    """Add ``B z`` to ``acc [BN, ROWS]`` (B is [E, N, r] in any stride order), and store it as rows."""
+    """Add ``B z`` and the bias to ``acc [BN, ROWS]`` (B is [E, N, r] in any stride order), and store it as rows."""
     rows = first + tl.arange(0, ROWS)
     live = rows < last
     if LORA:
@@ -73,16 +73,19 @@ def _finish(
         b_at = b_ptr + expert.to(tl.int64) * N * RANK + n.to(tl.int64)[:, None] * b_stride_n
         b = tl.load(b_at + ranks[None, :] * b_stride_r, mask=(n < N)[:, None] & (ranks < RANK)[None, :], other=0.0)
         acc = tl.dot(b, z.T, acc, input_precision="ieee")
+    if BIAS:
+        bias = tl.load(bias_ptr + expert.to(tl.int64) * N + n, mask=n < N, other=0.0)
+        acc += bias.to(tl.float32)[:, None]
     at = y_ptr + rows.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(at, tl.trans(acc).to(y_ptr.dtype.element_ty), mask=live[:, None] & (n < N)[None, :])
 
 
 @triton.jit
 def _product(
-    x_ptr, xa_desc, xb_desc, w_desc, y_ptr, entry_ptr, z_ptr, b_ptr, expert, first, last, column, N, K, RANK, SLOTS,
-    b_stride_n, b_stride_r, BA: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x_ptr, xa_desc, xb_desc, w_desc, y_ptr, entry_ptr, z_ptr, b_ptr, bias_ptr, expert, first, last, column, N, K, RANK,
+    SLOTS, b_stride_n, b_stride_r, BA: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     INNER: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, N_FIRST: tl.constexpr, LORA: tl.constexpr,
-    RP: tl.constexpr,
+    BIAS: tl.constexpr, RP: tl.constexpr,
 ):  # fmt: skip
     """One tile of BA (+ BB) rows. With ``INNER`` > 0, sums of that many steps are added to the outer sums."""
     depth = tl.arange(0, BK)
@@ -121,37 +124,39 @@ def _product(
     n = column * BN + tl.arange(0, BN)
     # The small piece leaves first, so that registers are free when the large one is stored.
     if BB > 0:
-        _finish(acc_b, y_ptr, z_ptr, b_ptr, expert, first + BA, last, n, N, RANK, b_stride_n, b_stride_r, BB, LORA, RP)
+        _finish(acc_b, y_ptr, z_ptr, b_ptr, bias_ptr, expert, first + BA, last, n, N, RANK, b_stride_n, b_stride_r, BB,
+                LORA, BIAS, RP)  # fmt: skip
     last_a = tl.minimum(last, first + BA)
-    _finish(acc_a, y_ptr, z_ptr, b_ptr, expert, first, last_a, n, N, RANK, b_stride_n, b_stride_r, BA, LORA, RP)
+    _finish(acc_a, y_ptr, z_ptr, b_ptr, bias_ptr, expert, first, last_a, n, N, RANK, b_stride_n, b_stride_r, BA, LORA,
+            BIAS, RP)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["SLOTS"])
 def product_kernel(
-    x_ptr, x128_desc, x64_desc, x32_desc, w_desc, y_ptr, entry_ptr, z_ptr, b_ptr, expert_ptr, first_ptr, last_ptr,
-    tiles_ptr, N, K, RANK, SLOTS, b_stride_n, b_stride_r, BN: tl.constexpr, BK: tl.constexpr, INNER: tl.constexpr,
-    GROUP: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, N_FIRST: tl.constexpr, LORA: tl.constexpr,
-    RP: tl.constexpr,
+    x_ptr, x128_desc, x64_desc, x32_desc, w_desc, y_ptr, entry_ptr, z_ptr, b_ptr, bias_ptr, expert_ptr, first_ptr,
+    last_ptr, tiles_ptr, N, K, RANK, SLOTS, b_stride_n, b_stride_r, BN: tl.constexpr, BK: tl.constexpr,
+    INNER: tl.constexpr, GROUP: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, N_FIRST: tl.constexpr,
+    LORA: tl.constexpr, BIAS: tl.constexpr, RP: tl.constexpr,
 ):  # fmt: skip
-    """``y [R, N] = x Wᵀ (+ z Bᵀ)`` for rows of x, or rows of tokens that ``entry`` names (``GATHER``)."""
+    """``y [R, N] = x Wᵀ (+ z Bᵀ) (+ bias)`` for rows of x, or rows of tokens that ``entry`` names (``GATHER``)."""
     tiles, columns = tl.load(tiles_ptr), tl.cdiv(N, BN)
     if tl.program_id(0) < tiles * columns:
         tile, column = _tile(tiles, columns, GROUP)
         expert, first, last = tl.load(expert_ptr + tile), tl.load(first_ptr + tile), tl.load(last_ptr + tile)
         rows = last - first
         if rows > 160:
-            _product(x_ptr, x128_desc, x64_desc, w_desc, y_ptr, entry_ptr, z_ptr, b_ptr, expert, first, last, column,
-                     N, K, RANK, SLOTS, b_stride_n, b_stride_r, 128, 64, BN, BK, INNER, GATHER, EVEN,
-                     N_FIRST, LORA, RP)  # fmt: skip
+            _product(x_ptr, x128_desc, x64_desc, w_desc, y_ptr, entry_ptr, z_ptr, b_ptr, bias_ptr, expert, first, last,
+                     column, N, K, RANK, SLOTS, b_stride_n, b_stride_r, 128, 64, BN, BK, INNER, GATHER, EVEN,
+                     N_FIRST, LORA, BIAS, RP)  # fmt: skip
         elif rows > 128:
-            _product(x_ptr, x128_desc, x32_desc, w_desc, y_ptr, entry_ptr, z_ptr, b_ptr, expert, first, last, column,
-                     N, K, RANK, SLOTS, b_stride_n, b_stride_r, 128, 32, BN, BK, INNER, GATHER, EVEN,
-                     N_FIRST, LORA, RP)  # fmt: skip
+            _product(x_ptr, x128_desc, x32_desc, w_desc, y_ptr, entry_ptr, z_ptr, b_ptr, bias_ptr, expert, first, last,
+                     column, N, K, RANK, SLOTS, b_stride_n, b_stride_r, 128, 32, BN, BK, INNER, GATHER, EVEN,
+                     N_FIRST, LORA, BIAS, RP)  # fmt: skip
         elif rows > 64:
-            _product(x_ptr, x128_desc, x128_desc, w_desc, y_ptr, entry_ptr, z_ptr, b_ptr, expert, first, last, column,
-                     N, K, RANK, SLOTS, b_stride_n, b_stride_r, 128, 0, BN, BK, INNER, GATHER, EVEN,
-                     N_FIRST, LORA, RP)  # fmt: skip
+            _product(x_ptr, x128_desc, x128_desc, w_desc, y_ptr, entry_ptr, z_ptr, b_ptr, bias_ptr, expert, first, last,
+                     column, N, K, RANK, SLOTS, b_stride_n, b_stride_r, 128, 0, BN, BK, INNER, GATHER, EVEN,
+                     N_FIRST, LORA, BIAS, RP)  # fmt: skip
         elif rows > 0:
-            _product(x_ptr, x64_desc, x64_desc, w_desc, y_ptr, entry_ptr, z_ptr, b_ptr, expert, first, last, column,
-                     N, K, RANK, SLOTS, b_stride_n, b_stride_r, 64, 0, BN, BK, INNER, GATHER, EVEN,
-                     N_FIRST, LORA, RP)  # fmt: skip
+            _product(x_ptr, x64_desc, x64_desc, w_desc, y_ptr, entry_ptr, z_ptr, b_ptr, bias_ptr, expert, first, last,
+                     column, N, K, RANK, SLOTS, b_stride_n, b_stride_r, 64, 0, BN, BK, INNER, GATHER, EVEN,
+                     N_FIRST, LORA, BIAS, RP)  # fmt: skip

@@ -1,9 +1,9 @@
 """Launch configurations of KDA. Data; no torch.
 
-Timed on one H200 (T 8192, H 32, K = V = 128, bf16, bounded gate), ms: prepare 0.51 in 4 warps against 0.73 in 8 and
-0.66 with 128 channels in 8; keys 1.60 with 32 channels in 4 warps against 1.72 (64 in 4), 1.70 (64 in 8) and 2.64
-(32 in 8). The values kernel with 32 columns stopped there with an illegal address, which neither the interpreter's
-bounds nor the gate explain; it is used with 64 columns only.
+Timed on one H200 (T 8192, H 32, K = V = 128, bf16, bounded gate), ms: keys 1.60 with 32 channels in 4 warps against
+1.72 (64 in 4), 1.70 (64 in 8) and 2.64 (32 in 8). There the values kernel with 32 columns stopped with an illegal
+address, which neither the interpreter's bounds nor the gate explain; it is used with 64 columns only. The choice for
+prepare is by count, not by time: 168 registers let three programs share a multiprocessor.
 
 Legend: K key width, V value width, HV value heads, N documents.
 """
@@ -40,7 +40,7 @@ def gate(K: int, value_bytes: int) -> Tile:
 
 
 def prepare(K: int, V: int, value_bytes: int) -> Tile:
-    return Tile(BK=64, BV=64, warps=4, stages=1)
+    return Tile(BK=32, BV=32, warps=4, stages=1, registers=168)
 
 
 def scan(K: int, V: int, value_bytes: int, columns: int, multiprocessors: int) -> Tile:
@@ -66,6 +66,58 @@ def values(K: int, V: int, value_bytes: int) -> Tile:
 def keys(K: int, V: int, value_bytes: int) -> Tile:
     return Tile(BK=32, BV=64, warps=4, stages=1)
 
+
+PART = 8192
+"""Chunks times value heads whose gradients are made in one launch: the pair gradients of no more are kept at once."""
+
+
+def part(chunks: int, heads: int) -> int:
+    """Chunks of one part of the gradients; at least 1."""
+    return max(1, PART // heads)
+
+
+def scalar_prepare(K: int, V: int, value_bytes: int) -> Tile:
+    return Tile(BK=64, BV=64, warps=4, stages=1)
+
+
+def scalar_gate() -> Tile:
+    return Tile(BK=16, BV=0, warps=4, stages=1)
+
+
+def scalar_keys(K: int, V: int, value_bytes: int) -> Tile:
+    return Tile(BK=16, BV=32, warps=4, stages=1)
+
+
+def step(K: int) -> Tile:
+    return Tile(BK=K, BV=32 if K <= 128 else 16, warps=4, stages=1)
+
+
+def summary(K: int, value_bytes: int) -> Tile:
+    return Tile(BK=K, BV=32, warps=4, stages=2 if K * value_bytes <= 256 else 1)
+
+
+def combine(K: int) -> Tile:
+    return Tile(BK=32, BV=16, warps=4, stages=1)
+
+
+def pieces(chunks: int, columns: int, V: int, multiprocessors: int) -> int:
+    """Into how many pieces the longest document of ``chunks`` is cut; 1 where splitting value columns fills the device.
+
+    The chain is then run twice over a piece (five times in a backward, in place of two): for the piece's own effect and
+    with its first state. So a cut pays from four pieces up, and pieces shorter than ``PIECE`` not for their launches.
+
+    Args:
+        columns: value heads times documents.
+    """
+    programs = columns * max(1, V // 32)
+    if programs >= multiprocessors * 3 // 4:
+        return 1
+    found = min(multiprocessors // programs, chunks // PIECE)
+    return found if found >= LEAST_PIECES else 1
+
+
+PIECE, LEAST_PIECES = 16, 4
+"""Chunks of the shortest piece, and the fewest pieces of a cut."""
 
 SOLVE = "tf32"
 """How the triangular inverse multiplies in 16-bit runs."""

@@ -45,11 +45,13 @@ def check_static(
     gate: str,
     lower_bound: float,
     count: int,
+    channels: bool = True,
 ) -> None:
     """What can be refused from shapes, dtypes and settings alone (fake tensors too).
 
     Args:
         count: number of documents.
+        channels: whether each key channel has a gate; else g is ``[B, T, HV]`` and dt_bias ``[HV]``.
 
     Raises:
         KernelError: ``dtype-mixed``, ``dtype-unsupported``, ``wrong-shape``, ``head-ratio``, ``width-unsupported``,
@@ -61,19 +63,21 @@ def check_static(
         if tensor is not None and dtype_name(tensor) not in DTYPES:
             what = f"{role} is {dtype_name(tensor)}"
             raise refuse(NAME, "dtype-unsupported", what, f"use one of {', '.join(DTYPES)}")
-    if len(q.shape) != 4 or len(v.shape) != 4 or len(g.shape) != 4 or len(beta.shape) != 3:
+    gate_dims = 4 if channels else 3
+    if len(q.shape) != 4 or len(v.shape) != 4 or len(g.shape) != gate_dims or len(beta.shape) != 3:
         found = ", ".join(f"{role} is {list(t.shape)}" for role, t in (("q", q), ("v", v), ("g", g), ("beta", beta)))
-        next_action = "pass q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV, K] and beta [B, T, HV]"
+        of_gate = "[B, T, HV, K]" if channels else "[B, T, HV]"
+        next_action = f"pass q, k [B, T, H, K], v [B, T, HV, V], g {of_gate} and beta [B, T, HV]"
         raise refuse(NAME, "wrong-shape", found, next_action)
     guards.same_shape(NAME, {"q": q, "k": k})
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     expected: dict[str, tuple[TensorLike | None, tuple[int, ...]]] = {
         "v": (v, (B, T, HV, V)),
-        "g": (g, (B, T, HV, K)),
+        "g": (g, (B, T, HV, K) if channels else (B, T, HV)),
         "beta": (beta, (B, T, HV)),
         "A_log": (A_log, (HV,)),
-        "dt_bias": (dt_bias, (HV, K)),
+        "dt_bias": (dt_bias, (HV, K) if channels else (HV,)),
         "initial_state": (initial_state, (count, HV, K, V)),
     }
     if H < 1 or HV < 1 or HV % H:

@@ -14,7 +14,16 @@ LEVELS, DOUBLINGS = 3, 5
 
 
 def cost(
-    T: int, H: int, K: int, V: int, dtype: str, *, HV: int = 0, docs: int = 1, weight_gradient: bool = True
+    T: int,
+    H: int,
+    K: int,
+    V: int,
+    dtype: str,
+    *,
+    HV: int = 0,
+    docs: int = 1,
+    weight_gradient: bool = True,
+    keep: bool = False,
 ) -> OpCost:
     """Work of forward and backward over q, k ``[T, H, K]`` and v ``[T, HV, V]``.
 
@@ -24,6 +33,7 @@ def cost(
     Args:
         HV: value heads; H where 0.
         docs: documents; each has its own last chunk, and an initial and a final state.
+        keep: whether the forward leaves its tiles and states for the backward.
     """
     HV, b, C = HV or H, BYTES[dtype], CHUNK
     chunks = -(-T // C) + docs - 1
@@ -57,21 +67,37 @@ def cost(
     )
     again = pairs + solve + widths + chain
     reverse = product(3, C, K, V) + product(1, C, C, V)
-    inside = product(3, C, K, V) + product(3, C, C, V) + product(1, C, C, K) + product(4 * LEVELS, C, C, K)
+    inside = product(3, C, K, V) + product(3, C, C, V) + product(4 * LEVELS, C, C, K)
     backward = PassCost(
         flops=again + reverse + inside,
         bytes_read=read + out
         + 2 * total + 2 * keys + values  # prepared again, states again
         + 3 * keys + square + out + states  # reverse
         + 3 * values + square + out  # values
-        + read + total + 2 * values + out + 2 * state + 3 * square,  # keys
+        + read + total + 2 * values + out + 2 * state + 2 * square,  # keys
         bytes_written=gate_written + prepared + square + values + state
-        + state + values + T * HV * V * b + 2 * square + 3 * T * HV * K * b + states,
+        + state + 2 * values + T * HV * V * b + 2 * square + 3 * T * HV * K * b + states,
         launches=8,
         workspace_bytes=prepared + total + square + 2 * state + values,
         floor_flops=2 * least,
         floor_bytes=2 * read + 2 * out + 2 * states,
     )  # fmt: skip
+    saved = out
+    if keep:
+        more = square + values + state
+        forward = forward.model_copy(
+            update={"bytes_written": forward.bytes_written + more, "workspace_bytes": 0},
+        )
+        backward = backward.model_copy(
+            update={
+                "flops": backward.flops - again,
+                "bytes_read": backward.bytes_read - read - 2 * total - 2 * keys - values,
+                "bytes_written": backward.bytes_written - gate_written - prepared - more,
+                "launches": backward.launches - 3,
+                "workspace_bytes": state + values,
+            },
+        )
+        saved += prepared + total + square + state
     return OpCost(
         op="kda",
         provider="shardwright",
@@ -79,5 +105,5 @@ def cost(
         shape={"T": T, "H": H, "K": K, "V": V, "HV": HV, "docs": docs},
         forward=forward,
         backward=backward,
-        saved_bytes=out,
+        saved_bytes=saved,
     )

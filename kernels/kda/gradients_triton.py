@@ -10,7 +10,8 @@ Backward, with ``dS⁺`` from the chunk after it::
     dnew = Pᵀ do + ke dS⁺      dS = d dS⁺ + qeᵀ do - wᵀ dnew
     x = Xᵀ dnew      dv = β x      d(β eᵗ k) = -x Sᵀ      dA = -x newᵀ      dP = do newᵀ
 
-The gradient of A needs no product with two inverses: ``-Xᵀ dX Xᵀ`` is ``-x (u - w S)ᵀ``. Three sums over the whole
+The gradient of A needs no product with two inverses: ``-Xᵀ dX Xᵀ`` is ``-x (u - w S)ᵀ``. Nor does that of w need
+one: the values kernel leaves x where dnew was. Three sums over the whole
 key width follow from values alone, so that blocks of key channels are independent of each other::
 
     q · dq = o · do      beta dbeta = x · new      k · dk = 2 beta dbeta - v · dv
@@ -29,7 +30,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardwright.kernels.kda.triton import BOUNDED, GIVEN, LOG2E, factors, load_beta, load_rows, log2_decay, pair_mask
+from shardwright.kernels.kda.triton import (
+    BOUNDED,
+    GIVEN,
+    LOG2E,
+    chunk_decay,
+    factors,
+    load_beta,
+    load_rows,
+    log2_decay,
+    pair_mask,
+)
 
 
 @triton.jit
@@ -37,12 +48,13 @@ def kda_reverse_kernel(
     do_ptr, w_ptr, qe_ptr, ke_ptr, p_ptr, total_ptr, table_ptr, doc_ptr, dfinal_ptr, dinitial_ptr, dstates_ptr,
     dnew_ptr, HV,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    WITH_FINAL: tl.constexpr, WITH_INITIAL: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    WITH_FINAL: tl.constexpr, WITH_INITIAL: tl.constexpr, CHUNKS: tl.constexpr, CHANNELS: tl.constexpr,
+    PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One document, value head and block of value columns, from its last chunk to its first.
 
-    Writes the gradient of the state after each chunk ``[.., K, V]`` and of the new values ``[.., C, V]``, both in
-    w's dtype; with WITH_INITIAL the gradient of the initial state in fp32.
+    With CHUNKS writes the gradient of the state after each chunk ``[.., K, V]`` and of the new values ``[.., C, V]``,
+    both in w's dtype; with WITH_INITIAL the gradient of the initial state in fp32.
     """
     vb = tl.program_id(0)
     hv = tl.program_id(1)
@@ -67,15 +79,16 @@ def kda_reverse_kernel(
         end = tl.load(table_ptr + 2 * chunk + 1)
         at = ((start + rows).to(tl.int64)[:, None] * HV + hv) * V + cols[None, :]
         do = tl.load(do_ptr + at, mask=(start + rows < end)[:, None], other=0.0)
-        decay = tl.exp2(tl.load(total_ptr + (tile * C + C - 1) * K + keys))
+        decay = chunk_decay(total_ptr, tile, keys, K, C, CHANNELS)
         rounded = dstate.to(narrow)
-        tl.store(dstates_ptr + (tile * K + keys[:, None]) * V + cols[None, :], rounded)
         dnew = tl.dot(tl.trans(p), do, input_precision=PREC)
         dnew = tl.dot(ke, rounded, dnew, input_precision=PREC).to(narrow)
-        tl.store(dnew_ptr + (tile * C + rows[:, None]) * V + cols[None, :], dnew)
+        if CHUNKS:
+            tl.store(dstates_ptr + (tile * K + keys[:, None]) * V + cols[None, :], rounded)
+            tl.store(dnew_ptr + (tile * C + rows[:, None]) * V + cols[None, :], dnew)
         qe = tl.load(qe_ptr + wide)
         w = tl.load(w_ptr + wide)
-        dstate = tl.dot(tl.trans(qe), do, dstate * decay[:, None], input_precision=PREC)
+        dstate = tl.dot(tl.trans(qe), do, dstate * decay, input_precision=PREC)
         dstate = tl.dot(tl.trans(-w), dnew, dstate, input_precision=PREC)
     if WITH_INITIAL:
         tl.store(dinitial_ptr + corner, dstate)
@@ -83,14 +96,15 @@ def kda_reverse_kernel(
 
 @triton.jit
 def kda_values_kernel(
-    v_ptr, beta_ptr, table_ptr, o_ptr, do_ptr, inverse_ptr, new_ptr, dnew_ptr,
+    v_ptr, beta_ptr, table_ptr, o_ptr, do_ptr, inverse_ptr, new_ptr, x_ptr,
     dv_ptr, dbeta_ptr, dp_ptr, da_ptr, along_ptr, HV,
     V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SIGMOID: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one value head: gradients of v, beta, P and A, and the parts of dq and dk along q and k.
 
     Writes dv ``[tokens, HV, V]``, dbeta ``[tokens, HV]``, dp and da ``[.., C, C]`` in new's dtype with zeros
-    outside their triangles, and along ``[.., 2, C]`` in fp32: ``o · do`` and ``k · dk``.
+    outside their triangles, and along ``[.., 2, C]`` in fp32: ``o · do`` and ``k · dk``. ``x`` holds dnew when the
+    kernel starts and ``x = Xᵀ dnew`` when it ends.
     """
     hv = tl.program_id(0)
     chunk = tl.program_id(1).to(tl.int64)
@@ -119,11 +133,13 @@ def kda_values_kernel(
         o_along += tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
         new = tl.load(new_ptr + at_tile)
         dp = tl.dot(do, tl.trans(new), dp, input_precision=PREC)
-        x = tl.dot(inverse_t, tl.load(dnew_ptr + at_tile), input_precision=PREC)
+        x = tl.dot(inverse_t, tl.load(x_ptr + at_tile), input_precision=PREC)
         v_along += tl.sum(load_rows(v_ptr, tokens, valid, hv, HV, cols, V) * x, 1)
         new_along += tl.sum(new.to(tl.float32) * x, 1)
         tl.store(dv_ptr + at, (x * beta[:, None]).to(dv_ptr.dtype.element_ty), mask=valid[:, None])
-        da = tl.dot((-x).to(narrow), tl.trans(new), da, input_precision=PREC)
+        rounded = x.to(narrow)
+        tl.store(x_ptr + at_tile, rounded)
+        da = tl.dot(-rounded, tl.trans(new), da, input_precision=PREC)
     square = tile * C * C + i * C + j
     tl.store(dp_ptr + square, tl.where(i >= j, dp, 0.0).to(narrow))
     tl.store(da_ptr + square, tl.where(i > j, da, 0.0).to(narrow))
@@ -139,7 +155,7 @@ def kda_values_kernel(
 @triton.jit
 def kda_keys_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, a_log_ptr, bias_ptr, total_ptr, table_ptr, do_ptr,
-    inverse_ptr, norms_ptr, new_ptr, dnew_ptr, states_ptr, dstates_ptr, dp_ptr, da_ptr, along_ptr,
+    norms_ptr, new_ptr, x_ptr, states_ptr, dstates_ptr, dp_ptr, da_ptr, along_ptr,
     dq_ptr, dk_ptr, dg_ptr, dspeed_ptr, dbias_ptr,
     lower, scale, HV, G, levels, zero,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -184,9 +200,8 @@ def kda_keys_kernel(
         dlast += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
         do = tl.load(do_ptr + at, mask=valid[:, None], other=0.0)
         dq = tl.dot(do, tl.trans(state), dq, input_precision=PREC)
-        row = tl.dot(tl.load(dnew_ptr + at_tile), tl.trans(state), row, input_precision=PREC)
+        row = tl.dot(tl.load(x_ptr + at_tile), tl.trans(state), row, input_precision=PREC)
         dk = tl.dot(tl.load(new_ptr + at_tile), tl.trans(dstate), dk, input_precision=PREC)
-    row = -tl.dot(tl.load(inverse_ptr + tile * C * C + j * C + i), row.to(narrow), input_precision=PREC)
 
     beta = load_beta(beta_ptr, tokens, valid, hv, HV, SIGMOID)
     q_norm = tl.load(norms_ptr + tile * 2 * C + rows)
@@ -195,7 +210,7 @@ def kda_keys_kernel(
     whole = tl.load(total_ptr + (tile * C + C - 1) * K + cols)
     e = tl.exp2(total)
     dq = dq * e
-    row = row * e * beta[:, None]
+    row = -row * e * beta[:, None]
     dk = dk * tl.exp2(whole[None, :] - total)
     q = load_rows(q_ptr, tokens, valid, head, H, cols, K) * q_norm[:, None]
     k = load_rows(k_ptr, tokens, valid, head, H, cols, K) * k_norm[:, None]

@@ -10,7 +10,8 @@ of flash-linear-attention that is ``chunk_kda(..., use_qk_l2norm_in_kernel=True,
 use_beta_sigmoid_in_kernel=True, safe_gate=True, lower_bound=-5.0)``; without a bound ``gate="softplus"``; with decays
 and betas computed outside ``gate="given", beta_sigmoid=False``. The scale is always ``K ** -0.5``.
 
-Only the inputs and the output are kept for the backward: it computes the forward's intermediates again.
+Only the inputs and the output are kept for the backward, which computes the forward's intermediates again, unless
+``keep`` asks for them to be kept.
 
 Legend: B batch, T tokens, N documents, H key heads, HV value heads, K key width, V value width.
 """
@@ -18,6 +19,7 @@ Legend: B batch, T tokens, N documents, H key heads, HV value heads, K key width
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
@@ -27,9 +29,13 @@ from torch.autograd.function import once_differentiable
 from shardwright.kernels import device, guards
 from shardwright.kernels.dispatch import direct
 from shardwright.kernels.guards import refuse
-from shardwright.kernels.kda import contract, launches
+from shardwright.kernels.kda import chain, contract, launches
 from shardwright.kernels.kda.documents import Documents, documents
-from shardwright.kernels.kda.launches import Gradients, Inputs, Settings
+from shardwright.kernels.kda.gradient_launches import Flow, Gradients, gradient
+from shardwright.kernels.kda.operands import Inputs, Prepared, Settings
+
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""q, k, v, g, beta, A_log, dt_bias, initial_state."""
 
 
 def check(inputs: Inputs, docs: Documents, settings: Settings) -> None:
@@ -41,13 +47,22 @@ def check(inputs: Inputs, docs: Documents, settings: Settings) -> None:
     """
     named = {name: getattr(inputs, name) for name in inputs.__dataclass_fields__}
     given = {name: tensor for name, tensor in named.items() if tensor is not None}
-    contract.check_static(**named, gate=settings.gate, lower_bound=settings.lower_bound, count=docs.count)
+    contract.check_static(
+        **named,
+        gate=settings.gate,
+        lower_bound=settings.lower_bound,
+        count=docs.count,
+        channels=inputs.g.dim() != 3,
+    )
     guards.one_device(contract.NAME, given, interpreted=device.interpreted())
     if inputs.q.is_cuda and inputs.value_bytes == 4:
         raise refuse(contract.NAME, "dtype-unsupported", "fp32 on a device", "cast to bf16, or keep eager here")
-    guards.dense(contract.NAME, {name: tensor for name, tensor in given.items() if name != "beta"})
-    if not inputs.beta.is_contiguous():
-        raise refuse(contract.NAME, "not-contiguous", "beta has gaps or a permuted layout", "pass beta.contiguous()")
+    numbers = ("beta",) if inputs.channels else ("beta", "g", "A_log", "dt_bias")
+    guards.dense(contract.NAME, {name: tensor for name, tensor in given.items() if name not in numbers})
+    for name in numbers:
+        if name in given and not given[name].is_contiguous():
+            what = f"{name} has gaps or a permuted layout"
+            raise refuse(contract.NAME, "not-contiguous", what, f"pass {name}.contiguous()")
 
 
 def check_decay(g: Tensor) -> None:
@@ -62,34 +77,61 @@ def check_decay(g: Tensor) -> None:
         raise refuse(contract.NAME, "gate-positive", what, "pass log-decays <= 0, or the raw gate and its parameters")
 
 
+@dataclass
+class Kept:
+    """What a forward leaves for its backward where time matters more than memory: some nine widths of q's dtype."""
+
+    found: Prepared
+    states: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """In the order that ``of`` takes."""
+        return (*(getattr(self.found, field.name) for field in fields(Prepared)), self.states)
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> Kept:
+        """From what ``tensors`` gave."""
+        *found, states = tensors
+        return Kept(Prepared(*found), states)
+
+
 def compute_forward(
-    inputs: Inputs, docs: Documents, settings: Settings, with_final: bool
-) -> tuple[Tensor, Tensor | None]:
-    """``o [B, T, HV, V]`` in v's dtype and the final states ``[N, HV, K, V]`` in fp32."""
+    inputs: Inputs, docs: Documents, settings: Settings, with_final: bool, keep: bool = False
+) -> tuple[Tensor, Tensor | None, Kept | None]:
+    """``o [B, T, HV, V]`` in v's dtype, the final states ``[N, HV, K, V]`` in fp32, and with ``keep`` what is kept."""
     check(inputs, docs, settings)
     o = torch.empty_like(inputs.v)
     shape = (docs.count, inputs.HV, inputs.K, inputs.V)
     final = torch.empty(shape, dtype=torch.float32, device=o.device) if with_final else None
-    found = launches.prepare(inputs, docs, settings, False)
-    launches.scan(inputs, docs, found, o=o, final_state=final)
-    return o, final
+    found = launches.prepare(inputs, docs, settings, keep)
+    states = inputs.q.new_empty((docs.chunks, inputs.HV, inputs.K, inputs.V)) if keep else None
+    chain.scan(inputs, docs, found, o=o, final_state=final, states=states)
+    return o, final, None if states is None else Kept(found, states)
 
 
 def compute_backward(
-    inputs: Inputs, docs: Documents, settings: Settings, o: Tensor, do: Tensor, dfinal: Tensor | None
+    inputs: Inputs,
+    docs: Documents,
+    settings: Settings,
+    o: Tensor,
+    do: Tensor,
+    dfinal: Tensor | None,
+    kept: Kept | None = None,
 ) -> tuple[Gradients, Tensor | None]:
     """Gradients of all inputs, and of the initial state where there is one; ``o`` is the forward's output."""
     do = do.to(inputs.v.dtype).contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
-    found = launches.prepare(inputs, docs, settings, True)
-    states = inputs.q.new_empty((docs.chunks, inputs.HV, inputs.K, inputs.V))
-    launches.scan(inputs, docs, found, states=states)
+    if kept is None:
+        found = launches.prepare(inputs, docs, settings, True)
+        states = inputs.q.new_empty((docs.chunks, inputs.HV, inputs.K, inputs.V))
+        chain.scan(inputs, docs, found, states=states)
+        kept = Kept(found, states)
     start = inputs.initial_state
     dinitial = None if start is None else torch.empty(start.shape, dtype=torch.float32, device=start.device)
-    dstates, dnew = launches.reverse(inputs, docs, found, do, dfinal, dinitial)
-    total, inverse, norms, new = found.total, found.inverse, found.norms, found.u
-    del found
-    gradients = launches.gradient(inputs, docs, settings, o, do, total, inverse, norms, new, dnew, states, dstates)
+    dstates, dnew = chain.reverse(inputs, docs, kept.found, do, dfinal, dinitial)
+    flow = Flow(kept.found.inside(), o, do, dnew, kept.states, dstates)
+    del kept
+    gradients = gradient(inputs, docs, settings, flow)
     return gradients, None if dinitial is None or start is None else dinitial.to(start.dtype)
 
 
@@ -110,10 +152,11 @@ class Kda(torch.autograd.Function):
         docs: Documents,
         settings: Settings,
         with_final: bool,
+        keep: bool,
     ) -> tuple[Tensor, Tensor | None]:
         inputs = Inputs(q, k, v, g, beta, A_log, dt_bias, initial_state)
-        o, final = compute_forward(inputs, docs, settings, with_final)
-        ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, initial_state, o)
+        o, final, kept = compute_forward(inputs, docs, settings, with_final, keep)
+        ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, initial_state, o, *(kept.tensors() if kept else ()))
         ctx.docs, ctx.settings = docs, settings
         ctx.set_materialize_grads(False)
         return o, final
@@ -121,12 +164,15 @@ class Kda(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-        *given, o = ctx.saved_tensors
-        inputs = Inputs(*given)
+        saved = ctx.saved_tensors
+        inputs, o, rest = Inputs(*saved[:8]), saved[8], saved[9:]
+        del saved
         if do is None:
             do = torch.zeros_like(inputs.v)
-        found, dinitial = compute_backward(inputs, ctx.docs, ctx.settings, o, do, dfinal)
-        return found.q, found.k, found.v, found.g, found.beta, found.A_log, found.dt_bias, dinitial, None, None, None
+        kept = Kept.of(rest) if rest else None
+        found, dinitial = compute_backward(inputs, ctx.docs, ctx.settings, o, do, dfinal, kept)
+        given = (found.q, found.k, found.v, found.g, found.beta, found.A_log, found.dt_bias, dinitial)
+        return (*given, None, None, None, None)
 
 
 @torch.library.custom_op("shardwright::kda_forward", mutates_args=())
@@ -147,7 +193,7 @@ def kda_forward(
     """``o`` and the final states as one opaque node for tracers; ``bounds`` empty where each row is a document."""
     inputs = Inputs(q, k, v, g, beta, A_log, dt_bias, initial_state)
     docs = documents(q.shape[0], q.shape[1], q.device, bounds or None)
-    o, final = compute_forward(inputs, docs, Settings(gate, lower_bound, beta_sigmoid), True)
+    o, final, _ = compute_forward(inputs, docs, Settings(gate, lower_bound, beta_sigmoid), True)
     assert final is not None
     return o, final
 
@@ -169,7 +215,18 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     count = len(bounds) - 1 if bounds else q.shape[0]
     contract.check_static(
-        q, k, v, g, beta, A_log, dt_bias, initial_state, gate=gate, lower_bound=lower_bound, count=count
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        initial_state,
+        gate=gate,
+        lower_bound=lower_bound,
+        count=count,
+        channels=g.dim() != 3,
     )
     return torch.empty_like(v), v.new_empty((count, v.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32)
 
@@ -252,6 +309,8 @@ def kda(
     beta_sigmoid: bool = True,
     cu_seqlens: Tensor | Sequence[int] | Documents | None = None,
     output_final_state: bool = False,
+    keep: bool = False,
+    decays: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention over whole sequences (module docstring; mathematics in ``reference``).
 
@@ -268,6 +327,11 @@ def kda(
         cu_seqlens: N + 1 bounds of documents packed into a batch of 1. A device tensor is read, which waits for
             the device: give the numbers, or ``documents(...)`` made once a batch.
         output_final_state: whether the final states are wanted.
+        keep: whether the backward finds the forward's tiles and states instead of making them again: three launches
+            less for some nine widths of memory between the two. Right under activation checkpointing, where the
+            forward runs again just before. Tracers always make them again.
+        decays: whether a log-decay that is given is known to be at most 0, as the formula that made it may guarantee.
+            Otherwise its largest value is read, which waits for the device.
 
     Returns:
         ``o [B, T, HV, V]`` in v's dtype, and the final states ``[N, HV, K, V]`` in fp32 or ``None``.
@@ -275,22 +339,39 @@ def kda(
     Raises:
         KernelError: an input outside the contract: ``check``, ``check_decay``, ``documents.documents``.
     """
-    contract.check_gate(A_log, dt_bias, gate, lower_bound)
-    given = [t for t in (q, k, v, g, beta, A_log, dt_bias, initial_state) if t is not None]
+    if g.dim() == 3:
+        what = f"g is {list(g.shape)}: one gate for a head"
+        raise refuse(contract.NAME, "wrong-shape", what, "pass g [B, T, HV, K], or use gated_delta")
+    settings = Settings(gate, lower_bound, beta_sigmoid)
+    operands = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    return run(operands, settings, cu_seqlens, output_final_state, keep, decays)
+
+
+def run(
+    operands: Operands,
+    settings: Settings,
+    cu_seqlens: Tensor | Sequence[int] | Documents | None,
+    output_final_state: bool,
+    keep: bool,
+    decays: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rule on ``(q, k, v, g, beta, A_log, dt_bias, initial_state)``; the rest as ``kda``.
+
+    A gate ``[B, T, HV]`` is that of a head, ``[B, T, HV, K]`` that of every channel.
+    """
+    q, _, _, g, _, A_log, dt_bias, _ = operands
+    contract.check_gate(A_log, dt_bias, settings.gate, settings.lower_bound)
+    given = [tensor for tensor in operands if tensor is not None]
     plain = direct(*given)
-    if gate == "given" and plain and g.numel():
+    if settings.gate == "given" and plain and not decays and g.numel():
         check_decay(g)
     if not plain:
         bounds = cu_seqlens.bounds if isinstance(cu_seqlens, Documents) else cu_seqlens
         numbers = bounds.tolist() if isinstance(bounds, Tensor) else list(bounds or ())
-        o, final = kda_forward(
-            q, k, v, g, beta, A_log, dt_bias, initial_state, numbers, gate, lower_bound, beta_sigmoid
-        )
+        o, final = kda_forward(*operands, numbers, settings.gate, settings.lower_bound, settings.beta_sigmoid)
         return o, final if output_final_state else None
     docs = documents(q.shape[0], q.shape[1], q.device, cu_seqlens)
-    settings = Settings(gate, lower_bound, beta_sigmoid)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
-        out = Kda.apply(q, k, v, g, beta, A_log, dt_bias, initial_state, docs, settings, output_final_state)
+        out = Kda.apply(*operands, docs, settings, output_final_state, keep)
         return cast(tuple[Tensor, Tensor | None], out)
-    inputs = Inputs(q, k, v, g, beta, A_log, dt_bias, initial_state)
-    return compute_forward(inputs, docs, settings, output_final_state)
+    return compute_forward(Inputs(*operands), docs, settings, output_final_state)[:2]

@@ -76,8 +76,8 @@ def pair_mask(level, levels, BLOCKED: tl.constexpr, C: tl.constexpr):
     if BLOCKED:
         shift = tl.where(level < levels - 1, shift, 4)
         same = tl.where(level < levels - 1, 1, 0)
-    i = tl.arange(0, C) >> shift
-    return (i[:, None] ^ i[None, :]) == same
+    i = tl.arange(0, C)
+    return ((i[:, None] ^ i[None, :]) >> shift) == same
 
 
 @triton.jit
@@ -85,22 +85,35 @@ def factors(total_ptr, tile, level, cols, K: tl.constexpr, levels, BLOCKED: tl.c
             C: tl.constexpr):  # fmt: skip
     """Factors of rows and of columns at a level, ``[C, cols]``: ``exp2`` of the span to the level's origin.
 
-    The origin is the last token of the left half, or the token before a block of the diagonal.
+    The origin is the last token of the left half, or the token before a block of the diagonal. Without blocks rows lie
+    in right halves and columns in left ones, so that one factor serves both.
     """
     rows = tl.arange(0, C)
     origin = (rows >> (6 - level) << (6 - level)) + (32 >> level) - 1
-    shift = 0.0
-    most = 0.0
+    base = total_ptr + tile * C * K + cols[None, :]
     if BLOCKED:
         last = level == levels - 1
         origin = tl.where(last, (rows >> 4 << 4) - 1, origin)
         shift = tl.where(last, HALF_SPAN, 0.0)
         most = tl.where(last, 4.0 * HALF_SPAN, 0.0)
-    base = total_ptr + tile * C * K + cols[None, :]
-    total = tl.load(base + rows[:, None] * K)
-    start = tl.load(base + origin[:, None] * K, mask=origin[:, None] >= 0, other=0.0)
-    span = total - start
-    return tl.exp2(tl.minimum(span, 0.0) + shift), tl.exp2(tl.minimum(-span, most) - shift)
+        start = tl.load(base + origin[:, None] * K, mask=origin[:, None] >= 0, other=0.0)
+        span = tl.load(base + rows[:, None] * K) - start
+        above = tl.exp2(tl.minimum(span, 0.0) + shift)
+        below = tl.exp2(tl.minimum(-span, most) - shift)
+    else:
+        span = tl.load(base + rows[:, None] * K) - tl.load(base + origin[:, None] * K)
+        above = tl.exp2(-tl.abs(span))
+        below = above
+    return above, below
+
+
+@triton.jit
+def chunk_decay(total_ptr, tile, keys, K: tl.constexpr, C: tl.constexpr, CHANNELS: tl.constexpr):
+    """Decay over a whole chunk: ``[K, 1]`` of every key channel, or one number where a head has one gate."""
+    if CHANNELS:
+        return tl.exp2(tl.load(total_ptr + (tile * C + C - 1) * K + keys))[:, None]
+    else:
+        return tl.exp2(tl.load(total_ptr + tile * C + C - 1))
 
 
 @triton.jit
@@ -169,59 +182,67 @@ def kda_prepare_kernel(
     i = rows[:, None]
     j = rows[None, :]
 
-    between = tl.zeros((C, C), tl.float32)
-    reads = tl.zeros((C, C), tl.float32)
-    q_squares = tl.zeros((C,), tl.float32)
     k_squares = tl.zeros((C,), tl.float32)
+    for kb in range(K // BK):
+        k = load_rows(k_ptr, tokens, valid, head, H, kb * BK + tl.arange(0, BK), K)
+        k_squares += tl.sum(k * k, 1)
+    k_norm = 1.0 / tl.sqrt(k_squares + NORM_EPS)
+    square = tile * C * C + i * C + j
+    pairs = tl.zeros((C, C), tl.float32)
     for level in range(levels):
         some = tl.zeros((C, C), tl.float32)
-        more = tl.zeros((C, C), tl.float32)
         for kb in range(K // BK):
             cols = kb * BK + tl.arange(0, BK)
-            q = load_rows(q_ptr, tokens, valid, head, H, cols, K)
-            k = load_rows(k_ptr, tokens, valid, head, H, cols, K)
-            if level == 0:
-                q_squares += tl.sum(q * q, 1)
-                k_squares += tl.sum(k * k, 1)
-                if not BLOCKED:
-                    reads += tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
+            k = load_rows(k_ptr, tokens, valid, head, H, cols, K) * k_norm[:, None]
             above, below = factors(total_ptr, tile, level, cols, K, levels, BLOCKED, C)
             kf = tl.trans((k * below).to(narrow))
             some = tl.dot((k * above).to(narrow), kf, some, input_precision=PREC)
-            more = tl.dot((q * above).to(narrow), kf, more, input_precision=PREC)
-        mask = pair_mask(level, levels, BLOCKED, C)
-        between += tl.where(mask, some, 0.0)
-        reads += tl.where(mask, more, 0.0)
-
-    q_norm = scale / tl.sqrt(q_squares + NORM_EPS)
-    k_norm = 1.0 / tl.sqrt(k_squares + NORM_EPS)
-    square = tile * C * C + i * C + j
-    reads = tl.where(i >= j, reads, 0.0)
-    tl.store(p_ptr + square, (reads * q_norm[:, None] * k_norm[None, :]).to(narrow))
-    between = tl.where(i > j, between * (beta * k_norm)[:, None] * k_norm[None, :], 0.0)
-    inverse = unit_lower_inverse(between, doublings, C, SOLVE).to(narrow)
+        pairs += tl.where(pair_mask(level, levels, BLOCKED, C), some, 0.0)
+    pairs = tl.where(i > j, pairs * beta[:, None], 0.0)
+    inverse = unit_lower_inverse(pairs, doublings, C, SOLVE).to(narrow)
     if BACKWARD:
         tl.store(inverse_ptr + square, inverse)
-        tl.store(norms_ptr + tile * 2 * C + rows, q_norm)
         tl.store(norms_ptr + tile * 2 * C + C + rows, k_norm)
-
     for vb in range(V // BV):
         cols = vb * BV + tl.arange(0, BV)
         v = load_rows(v_ptr, tokens, valid, hv, HV, cols, V)
         u = tl.dot(inverse, (v * beta[:, None]).to(narrow), input_precision=PREC)
         tl.store(u_ptr + (tile * C + i) * V + cols[None, :], u.to(narrow))
+    q_squares = tl.zeros((C,), tl.float32)
+    own = tl.zeros((C,), tl.float32)
     for kb in range(K // BK):
         cols = kb * BK + tl.arange(0, BK)
         at = (tile * C + i) * K + cols[None, :]
         total = tl.load(total_ptr + at)
         whole = tl.load(total_ptr + (tile * C + C - 1) * K + cols)
         k = load_rows(k_ptr, tokens, valid, head, H, cols, K) * k_norm[:, None]
-        e = tl.exp2(total)
-        w = tl.dot(inverse, (k * e * beta[:, None]).to(narrow), input_precision=PREC)
+        w = tl.dot(inverse, (k * tl.exp2(total) * beta[:, None]).to(narrow), input_precision=PREC)
         tl.store(w_ptr + at, w.to(narrow))
         tl.store(ke_ptr + at, (k * tl.exp2(whole[None, :] - total)).to(narrow))
+        q = load_rows(q_ptr, tokens, valid, head, H, cols, K)
+        q_squares += tl.sum(q * q, 1)
+        own += tl.sum(q * k, 1)
+    q_norm = scale / tl.sqrt(q_squares + NORM_EPS)
+    if BACKWARD:
+        tl.store(norms_ptr + tile * 2 * C + rows, q_norm)
+    pairs = tl.zeros((C, C), tl.float32)
+    if not BLOCKED:
+        pairs += tl.where(i == j, (own * q_norm)[:, None], 0.0)
+    for level in range(levels):
+        some = tl.zeros((C, C), tl.float32)
+        for kb in range(K // BK):
+            cols = kb * BK + tl.arange(0, BK)
+            q = load_rows(q_ptr, tokens, valid, head, H, cols, K) * q_norm[:, None]
+            k = load_rows(k_ptr, tokens, valid, head, H, cols, K) * k_norm[:, None]
+            above, below = factors(total_ptr, tile, level, cols, K, levels, BLOCKED, C)
+            some = tl.dot((q * above).to(narrow), tl.trans((k * below).to(narrow)), some, input_precision=PREC)
+        pairs += tl.where(pair_mask(level, levels, BLOCKED, C), some, 0.0)
+    tl.store(p_ptr + square, tl.where(i >= j, pairs, 0.0).to(narrow))
+    for kb in range(K // BK):
+        cols = kb * BK + tl.arange(0, BK)
+        at = (tile * C + i) * K + cols[None, :]
         q = load_rows(q_ptr, tokens, valid, head, H, cols, K) * q_norm[:, None]
-        tl.store(qe_ptr + at, (q * e).to(narrow))
+        tl.store(qe_ptr + at, (q * tl.exp2(tl.load(total_ptr + at))).to(narrow))
 
 
 @triton.jit
@@ -229,7 +250,7 @@ def kda_scan_kernel(
     w_ptr, u_ptr, qe_ptr, ke_ptr, p_ptr, total_ptr, table_ptr, doc_ptr, initial_ptr, final_ptr, o_ptr, states_ptr, HV,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     WITH_INITIAL: tl.constexpr, WITH_FINAL: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr,
-    PREC: tl.constexpr, STAGES: tl.constexpr,
+    CHANNELS: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One document, value head and block of value columns: the state from chunk to chunk, in fp32.
 
@@ -256,7 +277,7 @@ def kda_scan_kernel(
         ke = tl.load(ke_ptr + wide)
         at_u = (tile * C + rows[:, None]) * V + cols[None, :]
         u = tl.load(u_ptr + at_u)
-        decay = tl.exp2(tl.load(total_ptr + (tile * C + C - 1) * K + keys))
+        decay = chunk_decay(total_ptr, tile, keys, K, C, CHANNELS)
         rounded = state.to(narrow)
         new = (u - tl.dot(w, rounded, input_precision=PREC)).to(narrow)
         if STATES:
@@ -271,6 +292,6 @@ def kda_scan_kernel(
             end = tl.load(table_ptr + 2 * chunk + 1)
             at = ((start + rows).to(tl.int64)[:, None] * HV + hv) * V + cols[None, :]
             tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), mask=(start + rows < end)[:, None])
-        state = tl.dot(tl.trans(ke), new, state * decay[:, None], input_precision=PREC)
+        state = tl.dot(tl.trans(ke), new, state * decay, input_precision=PREC)
     if WITH_FINAL:
         tl.store(final_ptr + corner, state)

@@ -129,19 +129,8 @@ def linear_cross_entropy_forward(
 
 
 @linear_cross_entropy_forward.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    tokens: Tensor | None,
-    lora_scale: float,
-    ignore_index: int,
-    reduction: str,
-    x_gradient: bool,
-    lora_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, targets: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    lora_a, lora_b, tokens, lora_scale, _, reduction, x_gradient, lora_gradient = given
     contract.check_static(x, weight, targets, lora_a, lora_b, tokens, lora_scale=lora_scale, reduction=reduction)
     wide = torch.float32
     loss = x.new_empty(targets.shape if reduction == "none" else (), dtype=wide)

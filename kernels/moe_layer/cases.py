@@ -65,6 +65,25 @@ def reference(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *factor
     return (moe_layer_reference(x, ids, weights, gate_up, down, up, low, Activation(), Layout()),)
 
 
+def fused_base(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor) -> tuple[Tensor, ...]:
+    """The operator with biases on a base that learns."""
+    ids = routing(x.shape[0], weights.shape[1], gate_up.shape[0], str(x.device))
+    up_bias, down_bias = biases
+    return (moe_layer(x, ids, weights, gate_up, down, up_bias=up_bias, down_bias=down_bias, trains_base=True),)
+
+
+def reference_base(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor) -> tuple[Tensor, ...]:
+    ids = routing(x.shape[0], weights.shape[1], gate_up.shape[0], str(x.device))
+    return (moe_layer_reference(x, ids, weights, gate_up, down, None, None, Activation(), Layout(), *biases),)
+
+
+def inputs_base(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> tuple[Tensor, ...]:
+    """x, weights, gate_up, down and both biases."""
+    E, H, I = (shape[name] for name in ("E", "H", "I"))
+    biases = (normal_on_device(size, dtype, device, seed + 8 + at) for at, size in enumerate(((E, 2 * I), (E, H))))
+    return *inputs({**shape, "r": 0}, dtype, device, seed), *biases
+
+
 @cache
 def _ends(T: int, K: int, E: int, device: str) -> Tensor:
     return torch.bincount(routing(T, K, E, device).flatten(), minlength=E).cumsum(0).to(torch.int32)
@@ -98,6 +117,7 @@ def peft_layer() -> Function:
 
 NAMES = ("x", "weights", "gate_up", "down")
 FACTORS = ("up_a", "up_b", "down_a", "down_b")
+BIASES = ("up_bias", "down_bias")
 PASSES = ("fwd", "fwd+dx")
 SIZES = {
     "128e8": {"T": 8192, "K": 8, "E": 128, "H": 2048, "I": 768},
@@ -147,6 +167,20 @@ def launched(label: str, size: Shape, dtype: torch.dtype = torch.bfloat16) -> tu
     return noted(cases_of(label, call), spills=SPILLS)
 
 
+def launched_base(label: str, size: Shape, dtype: torch.dtype = torch.bfloat16) -> tuple[AnyCase, ...]:
+    """Every launch of the layer with biases on a base that learns, at one size."""
+    T, K, E, H, I = (size[n] for n in ("T", "K", "E", "H", "I"))
+
+    def call() -> Tensor:
+        x, weights = meta((T, H), dtype, learns=True), meta((T, K), dtype, learns=True)
+        stacks = (meta(shape, dtype, learns=True) for shape in ((E, 2 * I, H), (E, H, I)))
+        up_bias, down_bias = (meta(shape, dtype) for shape in ((E, 2 * I), (E, H)))
+        ids = meta((T, K), torch.int64)
+        return moe_layer(x, ids, weights, *stacks, up_bias=up_bias, down_bias=down_bias, trains_base=True)
+
+    return noted(cases_of(label, call), spills=SPILLS)
+
+
 def bad_inputs(device: str) -> tuple[BadInput, ...]:
     x, ids = torch.ones((4, 16), device=device), torch.zeros((4, 2), dtype=torch.int64, device=device)
     weights, up, low = (torch.ones(size, device=device) for size in ((4, 2), (2, 16, 16), (2, 16, 8)))
@@ -192,3 +226,17 @@ def _suite(lora: bool) -> OpSuite:
 
 
 SUITE, LORA_SUITE = _suite(False), _suite(True)
+BASE_SUITE = replace(
+    SUITE,
+    inputs=inputs_base,
+    input_names=(*NAMES, *BIASES),
+    constant=BIASES,
+    fused=fused_base,
+    reference=reference_base,
+    rivals={},
+    bench=(),
+    compile_cases=lambda: launched_base("moe-base/128e8", SIZES["128e8"]),
+    extras=None,
+    bad_inputs=None,
+)
+"""Biases and learning stacks: verified and compiled, not timed."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from shardwright.kernels.grouped_lora_mlp.cost import cost as grouped_cost
 from shardwright.kernels.guards import BYTES
+from shardwright.kernels.permute import configs
 from shardwright.schemas.ops import OpCost, PassCost
 
 
@@ -24,7 +25,8 @@ def cost(
 ) -> OpCost:
     """Work of the layer on one device: routing metadata, experts on gathered rows, weighted sum to tokens.
 
-    Floors replace the rows' traffic by the tokens': a token is read once and written once, not K times.
+    Metadata and the sum to tokens stand in place of the tile list and the zeros of received rows. Floors replace the
+    rows' traffic by the tokens': a token is read once and written once, not K times.
     """
     b, R = BYTES[dtype], T * K
     inner = grouped_cost(R, E, H, I, dtype, r=r, gated=gated)
@@ -48,7 +50,7 @@ def cost(
         provider="shardwright",
         dtype=dtype,
         shape={"T": T, "K": K, "E": E, "H": H, "I": I, "r": r},
-        forward=widen(inner.forward, 4, 2),
-        backward=widen(inner.backward, 1, 2),
+        forward=widen(inner.forward, configs.metadata_launches(R, E) - 1, 2),
+        backward=widen(inner.backward, 0, 2),
         saved_bytes=inner.saved_bytes + 2 * R * 4,
     )

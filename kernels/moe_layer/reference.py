@@ -23,10 +23,13 @@ def moe_layer_reference(
     down_adapter: Adapter | None,
     activation: Activation,
     layout: Layout,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """``out[t] = Σ_k weights[t, k] · MLP_{ids[t, k]}(x[t])``; ids outside 0 .. E-1 add nothing."""
     counts, entry, place = route_reference(ids, gate_up.shape[0])
     routed = int(counts.sum())
     rows = x[torch.div(entry[:routed], ids.shape[1], rounding_mode="floor")]
-    y = grouped_lora_mlp_reference(rows, counts, gate_up, down, up_adapter, down_adapter, activation, layout)
+    adapters, biases = (up_adapter, down_adapter), (up_bias, down_bias)
+    y = grouped_lora_mlp_reference(rows, counts, gate_up, down, *adapters, activation, layout, *biases)
     return combine_reference(y, place, weights)

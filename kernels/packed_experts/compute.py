@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shardwright.kernels.grouped_lora_mlp import compute as dense
-from shardwright.kernels.grouped_lora_mlp.compute import Choice, Gradients, Kept, Weights
-from shardwright.kernels.grouped_lora_mlp.launches import launch_adapter_grad, launch_shrink
+from shardwright.kernels.grouped_lora_mlp.layer import Choice, Gradients, Kept, Wants, Weights
+from shardwright.kernels.grouped_lora_mlp.lora_launch import launch_shrink
 from shardwright.kernels.grouped_lora_mlp.rows import LowRank, Rows
 from shardwright.kernels.packed_experts import configs, launches, workspace
+from shardwright.kernels.packed_experts.launches import PackedProduct
 from shardwright.kernels.packed_experts.storage import PackedStack
-from shardwright.kernels.permute.op import Tiles, make_tiles
+from shardwright.kernels.permute.tiles import Tiles, make_tiles
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,17 @@ class PackedWeights:
     down_a: Tensor | None = None
     down_b: Tensor | None = None
 
+    def stacks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Values and scales of both stacks."""
+        return self.gate_up.values, self.gate_up.scales, self.down.values, self.down.scales
+
+    def factors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Those of both adapters."""
+        return self.up_a, self.up_b, self.down_a, self.down_b
+
     def dequantised(self) -> Weights:
         """The same with bf16 stacks: the workspace's."""
-        return Weights(
-            *workspace.dequantised((self.gate_up, self.down)), self.up_a, self.up_b, self.down_a, self.down_b
-        )
+        return Weights(*workspace.dequantised((self.gate_up, self.down)), *self.factors())
 
 
 def forward(
@@ -67,7 +74,8 @@ def forward(
         z_up = x.new_empty((R, rank))
         launch_shrink("shrink-up", x, w.up_a, 1, H, choice.up_scaling, rows, False, z_up)
         low = LowRank(z_up, w.up_b, rank, rank, 1)
-    launches.launch_gate_up(x, w.gate_up, interleaved, rows, pieces, low, choice.activation, gu, h)
+    gate_up = PackedProduct(x, w.gate_up, rows, pieces, low)
+    launches.launch_gate_up(gate_up, interleaved, choice.activation, gu, h)
     low = None
     if w.down_a is not None and w.down_b is not None:
         rank = w.down_a.shape[1]
@@ -75,7 +83,7 @@ def forward(
         launch_shrink("shrink-down", h, w.down_a, 1, I, choice.down_scaling, rows, False, z_down)
         low = LowRank(z_down, w.down_b, rank, rank, 1)
     y = x.new_empty((R, H))
-    launches.launch_down(h, w.down, rows, pieces, low, y)
+    launches.launch_down(PackedProduct(h, w.down, rows, pieces, low), y)
     if not keep:
         return y, Kept(None, None, None, None), rows.tiles
     return y, Kept(gu, h if z_down is not None else None, z_up, z_down), rows.tiles
@@ -89,19 +97,15 @@ def backward(
     kept: Kept,
     dy: Tensor,
     dequantise: bool,
-    *,
+    wants: Wants,
     token: object | None = None,
-    wants_x: bool,
-    wants_up: bool,
-    wants_down: bool,
 ) -> tuple[Gradients, Tiles]:
     """Gradients of x and of the adapters, where asked for; and the tile list."""
     R, H = x.shape
     if dequantise:
         of = None if token is None else (token, "dequantised")
         rows = Rows(R, make_tiles(counts, R, of), token=of)
-        wants = {"wants_x": wants_x, "wants_part": False, "wants_up": wants_up, "wants_down": wants_down}
-        return dense.backward(choice, w.dequantised(), x, rows, kept, dy, None, **wants), rows.tiles
+        return dense.backward(choice, w.dequantised(), x, rows, kept, dy, None, wants), rows.tiles
     assert kept.gu is not None
     pieces = configs.pieces(R, counts.shape[0])
     rows = launches.make_rows(counts, R, pieces.rows, token)
@@ -113,27 +117,17 @@ def backward(
         launch_shrink("shrink-dout", dy, w.down_b, rank, 1, choice.down_scaling, rows, False, t_down)
         low = LowRank(t_down, w.down_a, rank, 1, I)
     dgu = x.new_empty((R, F))
-    launches.launch_activation_bwd(dy, w.down, interleaved, rows, pieces, low, choice.activation, kept.gu, dgu)
+    down = PackedProduct(dy, w.down, rows, pieces, low)
+    launches.launch_activation_bwd(down, interleaved, choice.activation, kept.gu, dgu)
     low = None
     if w.up_a is not None and w.up_b is not None:
         rank = w.up_a.shape[1]
         t_up = x.new_empty((R, rank))
         launch_shrink("shrink-dgu", dgu, w.up_b, rank, 1, choice.up_scaling, rows, False, t_up)
         low = LowRank(t_up, w.up_a, rank, 1, H)
-    dx = up_a = up_b = down_a = down_b = None
-    if wants_x:
+    dx = None
+    if wants.x:
         dx = x.new_empty((R, H))
-        launches.launch_dx(dgu, w.gate_up, rows, pieces, low, dx)
-    if wants_up and w.up_a is not None and w.up_b is not None:
-        assert t_up is not None and kept.z_up is not None
-        rank = w.up_a.shape[1]
-        up_a, up_b = w.up_a.new_empty(w.up_a.shape), w.up_b.new_empty(w.up_b.shape)
-        launch_adapter_grad("up_a", x, t_up, rows, False, None, up_a, 1, H)
-        launch_adapter_grad("up_b", dgu, kept.z_up, rows, False, None, up_b, rank, 1)
-    if wants_down and w.down_a is not None and w.down_b is not None:
-        assert t_down is not None and kept.z_down is not None and kept.h is not None
-        rank = w.down_a.shape[1]
-        down_a, down_b = w.down_a.new_empty(w.down_a.shape), w.down_b.new_empty(w.down_b.shape)
-        launch_adapter_grad("down_a", kept.h, t_down, rows, False, None, down_a, 1, I)
-        launch_adapter_grad("down_b", dy, kept.z_down, rows, False, None, down_b, rank, 1)
-    return Gradients(dx, None, up_a, up_b, down_a, down_b), rows.tiles
+        launches.launch_dx(PackedProduct(dgu, w.gate_up, rows, pieces, low), dx)
+    factors = dense.adapter_gradients(w, x, rows, kept, dy, dgu, (t_up, t_down), None, wants)
+    return Gradients(dx, None, *factors), rows.tiles

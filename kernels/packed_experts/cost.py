@@ -61,7 +61,7 @@ def cost(
         + adapters
         + R * (H + 3 * F + I + (2 * H + 2 * F + I + 8 * r) * (r > 0)) * VALUE,
         bytes_written=R * (F + I + H + 2 * r) * VALUE + adapters,
-        launches=(1 if copies else 0) + (10 if r else 4),
+        launches=(1 if copies else 0) + (8 if r else 4),
         workspace_bytes=(wide if copies else 0) + R * (F + 2 * r) * VALUE,
         floor_flops=products + 2 * low,
         floor_bytes=packed + 2 * adapters + R * (2 * H + F) * VALUE,

@@ -5,7 +5,7 @@ Legend: R rows, E experts, H hidden, I expert width, F = 2I with a gate (else I)
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,21 +15,24 @@ from shardwright.kernels import device, guards
 from shardwright.kernels.admitted import Admitted
 from shardwright.kernels.dispatch import direct, wants_gradient
 from shardwright.kernels.grouped_lora_mlp import contract as grouped_contract
-from shardwright.kernels.grouped_lora_mlp.compute import Choice, Gradients, Kept
 from shardwright.kernels.grouped_lora_mlp.contract import Activation, Layout
-from shardwright.kernels.grouped_lora_mlp.op import (
+from shardwright.kernels.grouped_lora_mlp.layer import (
     Adapter,
+    Choice,
+    Gradients,
+    Kept,
+    Optional,
+    Wants,
     choice_of,
     decode,
     encode,
-    kept_list,
-    kept_of,
+    placed,
 )
-from shardwright.kernels.packed_experts import compute, configs, contract, launches
+from shardwright.kernels.packed_experts import compute, configs, contract
 from shardwright.kernels.packed_experts.compute import PackedWeights
+from shardwright.kernels.packed_experts.copies_launch import launch_zero_tail
 from shardwright.kernels.packed_experts.storage import PackedStack
 
-Optional = Tensor | None
 ADMITTED = Admitted()
 
 
@@ -65,15 +68,14 @@ def run_forward(
 
     ``dequantise`` overrides the table.
     """
-    stacks = (w.gate_up.values, w.gate_up.scales, w.down.values, w.down.scales)
     token = ADMITTED.check(
-        (x, counts, *stacks, w.up_a, w.up_b, w.down_a, w.down_b),
+        (x, counts, *w.stacks(), *w.factors()),
         (choice, w.gate_up.kind, w.down.kind),
         lambda: check(x, counts, w, choice),
     )
     chosen = configs.dequantises(x.shape[0], counts.shape[0], trains=keep) if dequantise is None else dequantise
     y, kept, tiles = compute.forward(choice, w, x, counts, keep, chosen, token)
-    launches.launch_zero_tail("tail", y, tiles, None if token is None else (token, chosen))
+    launch_zero_tail("tail", y, tiles, None if token is None else (token, chosen))
     return y, kept, token
 
 
@@ -84,27 +86,15 @@ def run_backward(
     counts: Tensor,
     kept: Kept,
     dy: Tensor,
-    wants: tuple[bool, bool, bool],
+    wants: Wants,
     token: object | None = None,
     dequantise: bool | None = None,
 ) -> Gradients:
     """Gradients of x (rows past the last expert: zero) and of the adapters."""
     chosen = configs.dequantises(x.shape[0], counts.shape[0], trains=True) if dequantise is None else dequantise
-    found, tiles = compute.backward(
-        choice,
-        w,
-        x,
-        counts,
-        kept,
-        dy.contiguous(),
-        chosen,
-        token=token,
-        wants_x=wants[0],
-        wants_up=wants[1],
-        wants_down=wants[2],
-    )
+    found, tiles = compute.backward(choice, w, x, counts, kept, dy.contiguous(), chosen, wants, token)
     if found.dx is not None:
-        launches.launch_zero_tail("dx-tail", found.dx, tiles, None if token is None else (token, chosen))
+        launch_zero_tail("dx-tail", found.dx, tiles, None if token is None else (token, chosen))
     return found
 
 
@@ -116,7 +106,7 @@ class PackedExperts(torch.autograd.Function):
         ctx: Any, choice: Choice, x: Tensor, counts: Tensor, gate_up: PackedStack, down: PackedStack, *factors: Optional
     ) -> Tensor:
         y, kept, ctx.token = run_forward(choice, PackedWeights(gate_up, down, *factors), x, counts, keep=True)
-        ctx.save_for_backward(x, counts, *factors, kept.gu, kept.h, kept.z_up, kept.z_down)
+        ctx.save_for_backward(x, counts, *factors, *kept)
         ctx.choice, ctx.stacks = choice, (gate_up, down)  # frozen and never outputs: no cycle, no version to check
         return y
 
@@ -125,62 +115,63 @@ class PackedExperts(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, counts, *rest = ctx.saved_tensors
         w, kept, needs = PackedWeights(*ctx.stacks, *rest[:4]), Kept(*rest[4:]), ctx.needs_input_grad
-        wants = (needs[1], any(needs[5:7]), any(needs[7:9]))
+        wants = Wants(needs[1], up=any(needs[5:7]), low=any(needs[7:9]))
         found = run_backward(ctx.choice, w, x, counts, kept, dy, wants, ctx.token)
         return (None, found.dx, None, None, None, found.up_a, found.up_b, found.down_a, found.down_b)
 
 
-def _weights(kind: str, stacks: tuple[Tensor, ...], factors: tuple[Optional, ...] = ()) -> PackedWeights:
-    gate_up = PackedStack(stacks[0], stacks[1], cast(Any, kind))
-    return PackedWeights(gate_up, PackedStack(stacks[2], stacks[3], cast(Any, kind)), *factors)
+class Registered(NamedTuple):
+    """A packed layer as a registered operator takes it: its stacks, the factors that there are, and the choice."""
+
+    stacks: list[Tensor]
+    factors: list[Tensor]
+    present: list[bool]
+    kind: str
+    numbers: list[float]
+    flags: str
+
+    @staticmethod
+    def of(w: PackedWeights, choice: Choice) -> Registered:
+        factors = w.factors()
+        given = [factor for factor in factors if factor is not None]
+        return Registered(list(w.stacks()), given, [f is not None for f in factors], w.gate_up.kind, *encode(choice))
+
+    def weights(self) -> PackedWeights:
+        gate_up, gate_up_scales, down, down_scales = self.stacks
+        kind = cast(Any, self.kind)
+        stacks = PackedStack(gate_up, gate_up_scales, kind), PackedStack(down, down_scales, kind)
+        return PackedWeights(*stacks, *placed(self.factors, self.present))
+
+    def choice(self) -> Choice:
+        return decode(self.numbers, self.flags)
 
 
 @torch.library.custom_op("shardwright::packed_experts_forward", mutates_args=())
 def packed_experts_forward(
     x: Tensor,
     counts: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor,
-    down: Tensor,
-    down_scales: Tensor,
-    up_a: Tensor | None,
-    up_b: Tensor | None,
-    down_a: Tensor | None,
-    down_b: Tensor | None,
+    stacks: list[Tensor],
+    factors: list[Tensor],
+    present: list[bool],
     kind: str,
     numbers: list[float],
     flags: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``y``, gu, h, z_up, z_down as one opaque node for tracers."""
-    w = _weights(kind, (gate_up, gate_up_scales, down, down_scales), (up_a, up_b, down_a, down_b))
-    y, kept, _ = run_forward(decode(numbers, flags), w, x, counts, keep=True)
-    gu, h, z_up, z_down = kept_list(kept, x)
+    """``y``, gu, h, z_up, z_down as one opaque node for tracers; the layer: see ``Registered``."""
+    given = Registered(stacks, factors, present, kind, numbers, flags)
+    y, kept, _ = run_forward(given.choice(), given.weights(), x, counts, keep=True)
+    gu, h, z_up, z_down = kept.outputs(x)
     return y, gu, h, z_up, z_down
 
 
 @packed_experts_forward.register_fake
-def _(
-    x: Tensor,
-    counts: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor,
-    down: Tensor,
-    down_scales: Tensor,
-    up_a: Tensor | None,
-    up_b: Tensor | None,
-    down_a: Tensor | None,
-    down_b: Tensor | None,
-    kind: str,
-    numbers: list[float],
-    flags: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    choice = decode(numbers, flags)
-    w = _weights(kind, (gate_up, gate_up_scales, down, down_scales), (up_a, up_b, down_a, down_b))
-    check(x, counts, w, choice, real=False)
-    R, F, I, none = x.shape[0], w.gate_up.shape[1], w.down.shape[2], x.new_empty(0)
-    h = none if down_a is None else x.new_empty((R, I))
-    z_up = none.clone() if up_a is None else x.new_empty((R, up_a.shape[1]))
-    z_down = none.clone() if down_a is None else x.new_empty((R, down_a.shape[1]))
+def _(x: Tensor, counts: Tensor, *layer: Any) -> tuple[Tensor, ...]:
+    given = Registered(*layer)
+    w, none = given.weights(), x.new_empty(0)
+    check(x, counts, w, given.choice(), real=False)
+    R, F, I = x.shape[0], w.gate_up.shape[1], w.down.shape[2]
+    h = none if w.down_a is None else x.new_empty((R, I))
+    z_up, z_down = (none.clone() if a is None else x.new_empty((R, a.shape[1])) for a in (w.up_a, w.down_a))
     return torch.empty_like(x), x.new_empty((R, F)), h, z_up, z_down
 
 
@@ -189,61 +180,38 @@ def packed_experts_backward(
     dy: Tensor,
     x: Tensor,
     counts: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor,
-    down: Tensor,
-    down_scales: Tensor,
-    up_a: Tensor | None,
-    up_b: Tensor | None,
-    down_a: Tensor | None,
-    down_b: Tensor | None,
     kept: list[Tensor],
+    stacks: list[Tensor],
+    factors: list[Tensor],
+    present: list[bool],
     kind: str,
     numbers: list[float],
     flags: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx and the adapters' gradients; empty where there is no adapter."""
-    w = _weights(kind, (gate_up, gate_up_scales, down, down_scales), (up_a, up_b, down_a, down_b))
-    found = run_backward(decode(numbers, flags), w, x, counts, kept_of(tuple(kept)), dy, (True, True, True))
-    factors = (found.up_a, found.up_b, found.down_a, found.down_b)
-    a, b, c, d = (t if t is not None else x.new_empty(0) for t in factors)
-    return cast(Tensor, found.dx), a, b, c, d
+) -> list[Tensor]:
+    """dx, then one gradient for each factor."""
+    given = Registered(stacks, factors, present, kind, numbers, flags)
+    found = run_backward(given.choice(), given.weights(), x, counts, Kept.of(kept), dy, Wants())
+    learned = (found.up_a, found.up_b, found.down_a, found.down_b)
+    return [cast(Tensor, found.dx), *(gradient for gradient in learned if gradient is not None)]
 
 
 @packed_experts_backward.register_fake
-def _(
-    dy: Tensor,
-    x: Tensor,
-    counts: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor,
-    down: Tensor,
-    down_scales: Tensor,
-    up_a: Tensor | None,
-    up_b: Tensor | None,
-    down_a: Tensor | None,
-    down_b: Tensor | None,
-    kept: list[Tensor],
-    kind: str,
-    numbers: list[float],
-    flags: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    a, b, c, d = (x.new_empty(0) if t is None else torch.empty_like(t) for t in (up_a, up_b, down_a, down_b))
-    return torch.empty_like(x), a, b, c, d
+def _(dy: Tensor, x: Tensor, counts: Tensor, kept: list[Tensor], *layer: Any) -> list[Tensor]:
+    return [torch.empty_like(x), *(torch.empty_like(factor) for factor in Registered(*layer).factors)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, kind, numbers, flags = inputs
-    ctx.save_for_backward(*tensors, *output[1:])
-    ctx.kind, ctx.numbers, ctx.flags = kind, numbers, flags
+    x, counts, stacks, factors, *fixed = inputs
+    ctx.save_for_backward(x, counts, *output[1:], *stacks, *factors)
+    ctx.fixed = fixed
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _differentiate(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Any, ...]:
-    tensors, kept = ctx.saved_tensors[:10], list(ctx.saved_tensors[10:])
-    dx, *found = packed_experts_backward(dy, *tensors, kept, ctx.kind, ctx.numbers, ctx.flags)
-    factors = (g if given is not None else None for g, given in zip(found, tensors[6:], strict=True))
-    return (dx, None, None, None, None, None, *factors, None, None, None)
+    x, counts, *rest = ctx.saved_tensors
+    kept, stacks, factors = rest[:4], rest[4:8], rest[8:]
+    dx, *found = packed_experts_backward(dy, x, counts, kept, stacks, factors, *ctx.fixed)
+    return dx, None, [None] * 4, found, None, None, None, None
 
 
 packed_experts_forward.register_autograd(_differentiate, setup_context=_save)
@@ -278,12 +246,12 @@ def packed_experts(
         KernelError: an input outside ``check``.
     """
     choice, factors = choice_of(activation, Layout("out_in", interleaved), up, low)
-    stacks = (gate_up.values, gate_up.scales, down.values, down.scales)
-    given = [t for t in factors if t is not None]
-    if not direct(x, counts, *stacks, *given):
+    w = PackedWeights(gate_up, down, *factors)
+    given = [factor for factor in factors if factor is not None]
+    if not direct(x, counts, *w.stacks(), *given):
         if gate_up.kind != down.kind:
-            check(x, counts, PackedWeights(gate_up, down, *factors), choice, real=False)
-        return packed_experts_forward(x, counts, *stacks, *factors, gate_up.kind, *encode(choice))[0]
+            check(x, counts, w, choice, real=False)
+        return packed_experts_forward(x, counts, *Registered.of(w, choice))[0]
     if not wants_gradient(x, *given):
-        return run_forward(choice, PackedWeights(gate_up, down, *factors), x, counts, keep=False)[0]
+        return run_forward(choice, w, x, counts, keep=False)[0]
     return cast(Tensor, PackedExperts.apply(choice, x, counts, gate_up, down, *factors))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwright.kernels.packed_experts import launches
+from shardwright.kernels.packed_experts import copies_launch
 from shardwright.kernels.packed_experts.storage import PackedStack
 
 Stacks = tuple[PackedStack, PackedStack]
@@ -59,7 +59,7 @@ def dequantised(stacks: Stacks) -> Copies:
 
 
 def _fresh(stacks: Stacks) -> Copies:
-    return launches.dequantise(stacks[0]), launches.dequantise(stacks[1])
+    return copies_launch.dequantise(stacks[0]), copies_launch.dequantise(stacks[1])
 
 
 def held_bytes(device: torch.device) -> int:

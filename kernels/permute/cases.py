@@ -19,6 +19,7 @@ from shardwright.kernels.launched import cases_of, meta
 from shardwright.kernels.permute.cost import cost
 from shardwright.kernels.permute.op import combine, gather_rows, route
 from shardwright.kernels.permute.reference import combine_reference, gather_rows_reference, route_reference
+from shardwright.kernels.permute.tuning import tune_cases
 
 SMALL: dict[tuple[int, int, int], str] = {
     (40, 3, 5): "skewed",
@@ -151,5 +152,6 @@ SUITE = OpSuite(
     bench=tuple(BenchCase(f"permute/{k}", v, torch.bfloat16, ("fwd", "fwd+bwd")) for k, v in SIZES.items()),
     compile_cases=compile_cases,
     facts=facts,
+    tune=tune_cases,
     bad_inputs=bad_inputs,
 )

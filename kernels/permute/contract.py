@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from shardwright.kernels import guards
 from shardwright.kernels.guards import TensorLike
-from shardwright.kernels.permute.configs import MAX_EXPERTS
+from shardwright.kernels.permute.configs import MAX_EXPERTS, padded_rows
 from shardwright.schemas.fusion import ObligationName
 
 NAME = "permute"
@@ -15,6 +15,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 WEIGHT_DTYPES = ("bfloat16", "float16", "float32")
 INDEX_DTYPES = ("int32", "int64")
 MAX_SLOTS = 64
+MAX_MULTIPLE = 4096
 MAX_ENTRIES = 1 << 30
 """Row numbers are 32-bit; addresses are 64-bit."""
 
@@ -54,6 +55,19 @@ def check_ids(op: str, ids: TensorLike, experts: int, *, interpreted: bool) -> N
         raise guards.refuse(op, "not-contiguous", "ids has gaps or a permuted layout", "pass ids.contiguous()")
 
 
+def check_multiple(op: str, ids: TensorLike, experts: int, multiple: int) -> None:
+    """Rows of an expert are padded to whole multiples, 1 to 4096, and still have 32-bit numbers.
+
+    Raises:
+        KernelError: ``bad-parameter`` or ``too-many-rows``.
+    """
+    if not isinstance(multiple, int) or isinstance(multiple, bool) or not 1 <= multiple <= MAX_MULTIPLE:
+        raise guards.refuse(op, "bad-parameter", f"multiple is {multiple!r}", f"pass 1 to {MAX_MULTIPLE} rows")
+    if padded_rows(ids.shape[0] * ids.shape[1], experts, multiple) > MAX_ENTRIES:
+        what = f"ids is {list(ids.shape)}, {experts} experts padded to multiples of {multiple}"
+        raise guards.refuse(op, "too-many-rows", what, "split the batch, or pad less")
+
+
 def check_rows(op: str, name: str, rows: TensorLike, *, interpreted: bool) -> None:
     """``rows`` is a dense, aligned floating ``[R, H]`` with H >= 1.
 
@@ -66,6 +80,17 @@ def check_rows(op: str, name: str, rows: TensorLike, *, interpreted: bool) -> No
         raise guards.refuse(op, "wrong-shape", f"{name} is {list(rows.shape)}", "pass rows [R, H] with H >= 1")
     guards.one_device(op, {name: rows}, interpreted=interpreted)
     guards.dense(op, {name: rows})
+
+
+def check_row_count(op: str, rows: TensorLike, expected: int) -> None:
+    """One row for each that the routing numbers: fewer would be read past their end.
+
+    Raises:
+        KernelError: ``wrong-shape``.
+    """
+    if rows.shape[0] != expected:
+        what = f"y has {rows.shape[0]} rows, the routing {expected}"
+        raise guards.refuse(op, "wrong-shape", what, "pass the rows of this routing, padding included")
 
 
 def check_weights(op: str, weights: TensorLike, shape: tuple[int, ...]) -> None:

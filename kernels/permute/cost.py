@@ -6,6 +6,7 @@ Legend: T tokens, K experts a token, E experts, R = T·K rows, H hidden, b bytes
 from __future__ import annotations
 
 from shardwright.kernels.guards import BYTES
+from shardwright.kernels.permute import configs
 from shardwright.schemas.ops import OpCost, PassCost
 
 INDEX_BYTES = 4
@@ -23,7 +24,7 @@ def cost(T: int, K: int, E: int, H: int, dtype: str, *, weight_gradient: bool = 
         flops=2 * rows * H,
         bytes_read=T * H * b + rows * H * b + metadata,
         bytes_written=rows * H * b + T * H * b + metadata // 2,
-        launches=6,
+        launches=configs.metadata_launches(rows, E) + 2,
         floor_flops=2 * rows * H,
         floor_bytes=2 * (T + rows) * H * b,
     )

@@ -2,7 +2,8 @@
 """Row metadata of a routing, and the sums that bring rows back to tokens. No atomics: same bits every run.
 
 Rows are sorted by expert, and inside an expert by entry (token · K + slot). Four small launches find each
-entry's row: ranks inside a chunk of entries, a scan over chunks, offsets and tiles, places.
+entry's row: ranks inside a chunk of entries, a scan over chunks, offsets and tiles, places. ``whole_triton`` makes
+the last three one.
 
 Legend: T tokens, K experts a token, N = T·K entries, E experts, R rows, H hidden, C chunks.
 """
@@ -51,17 +52,15 @@ def scan_kernel(histogram_ptr, counts_ptr, C, E, BINS: tl.constexpr, ROWS: tl.co
     tl.store(counts_ptr + bins, total, mask=bins < E)
 
 
-@triton.jit(do_not_specialize=["E"])
-def tile_kernel(
-    counts_ptr, offsets_ptr, expert_ptr, first_ptr, last_ptr, tiles_ptr, E, TILE: tl.constexpr, BINS: tl.constexpr
+@triton.jit
+def write_tiles(
+    count, offset, offsets_ptr, expert_ptr, first_ptr, last_ptr, tiles_ptr, E, TILE: tl.constexpr, BINS: tl.constexpr
 ):
     """``offsets [E+1]`` and the tile list: expert, first row, row after the last; ``tiles [1]`` counts them.
 
     An expert's rows are cut into equal tiles of at most ``TILE`` rows, so that no tile is left with a few.
     """
     bins = tl.arange(0, BINS)
-    count = tl.load(counts_ptr + bins, mask=bins < E, other=0).to(tl.int32)
-    offset = tl.cumsum(count, 0) - count
     tl.store(offsets_ptr + bins, offset, mask=bins < E)
     tl.store(offsets_ptr + bins + 1, offset + count, mask=bins < E)
     tiles = (count + TILE - 1) // TILE
@@ -74,6 +73,31 @@ def tile_kernel(
         tl.store(expert_ptr + at + tile, bins, mask=live)
         tl.store(first_ptr + at + tile, offset + first, mask=live)
         tl.store(last_ptr + at + tile, offset + tl.minimum(first + share, count), mask=live)
+
+
+@triton.jit(do_not_specialize=["R", "E"])
+def tile_kernel(
+    counts_ptr, offsets_ptr, expert_ptr, first_ptr, last_ptr, tiles_ptr, R, E, TILE: tl.constexpr, BINS: tl.constexpr
+):
+    """``write_tiles`` from ``counts [E]``, which are cut where they pass the R rows that there are.
+
+    A negative count is none. So no count that a caller got wrong reads rows, or writes tiles, past their end.
+    """
+    bins = tl.arange(0, BINS)
+    count = tl.load(counts_ptr + bins, mask=bins < E, other=0)
+    count = tl.minimum(tl.maximum(count, 0), R).to(tl.int64)
+    end = tl.cumsum(count, 0)
+    offset = tl.minimum(end - count, R).to(tl.int32)
+    count = tl.minimum(end, R).to(tl.int32) - offset
+    write_tiles(count, offset, offsets_ptr, expert_ptr, first_ptr, last_ptr, tiles_ptr, E, TILE, BINS)
+
+
+@triton.jit(do_not_specialize=["E"])
+def pad_kernel(counts_ptr, padded_ptr, E, MULTIPLE: tl.constexpr, BLOCK: tl.constexpr):
+    """``padded [E]``: each count rounded up to whole multiples; no rows stay no rows."""
+    expert = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.load(counts_ptr + expert, mask=expert < E, other=0)
+    tl.store(padded_ptr + expert, (count + MULTIPLE - 1) // MULTIPLE * MULTIPLE, mask=expert < E)
 
 
 @triton.jit(do_not_specialize=["N", "E"])
@@ -114,10 +138,20 @@ def gather_rows_kernel(x_ptr, place_ptr, out_ptr, T, H, K: tl.constexpr, COLUMNS
 
 @triton.jit(do_not_specialize=["T"])
 def combine_kernel(
-    y_ptr, place_ptr, weights_ptr, out_ptr, T, H, K: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """``out[t]``: the sum over k of ``weights[t, k] · y[place[t, k]]`` in fp32, in slot order, rounded once."""
+    y_ptr, place_ptr, weights_ptr, out_ptr, part_ptr, dweights_ptr, T, H, K: tl.constexpr, SLOTS: tl.constexpr,
+    WEIGHTED: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """``out[t]``: the sum over k of ``weights[t, k] · y[place[t, k]]`` in fp32, in slot order, rounded once.
+
+    With ``PARTS`` also ``dweights[t, k] = part[place[t, k]]`` (0 where there is no row): what a backward that sums
+    rows' gradients to tokens knows of its routing weights' gradient.
+    """
     token = tl.cast(tl.program_id(0), tl.int64)
+    if PARTS:
+        slots = tl.arange(0, SLOTS)
+        rows = tl.load(place_ptr + token * K + slots, mask=slots < K, other=-1).to(tl.int64)
+        part = tl.load(part_ptr + rows, mask=rows >= 0, other=0.0)
+        tl.store(dweights_ptr + token * K + slots, part.to(dweights_ptr.dtype.element_ty), mask=slots < K)
     for first in tl.range(0, H, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
         total = tl.zeros([COLUMNS], tl.float32)

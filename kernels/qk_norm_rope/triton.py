@@ -1,13 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
 """Query/key norm + RoPE in Triton: one launch for both, one pass over device memory.
 
-A row is one head of one token. Its rotating dimensions are held as two halves that turn together, the rest
-beside them, so both pairings load and store whole vectors. All arithmetic is fp32 with one rounding at each
-store. The first programs take queries, the others keys. Backward computes rstd again from the row that it
-reads anyway.
+All arithmetic is fp32 with one rounding at each store. The first programs take queries, the others keys. Backward
+computes rstd again from the row that it reads anyway.
 
-Legend: T tokens of a batch row, D head width, W rotary width; ``HALF`` and ``PASS`` are the tile widths of half
-the rotating and of the unchanged dimensions (0 where none); ``*_sb, *_st, *_sh`` strides of batch, token, head.
+Legend: T tokens of a batch row, D head width, W rotary width, Q and K heads; ``HALF`` and ``PASS`` as in ``parts``;
+``*_sb, *_st, *_sh`` strides of batch, token, head.
 """
 
 from __future__ import annotations
@@ -15,161 +13,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from shardwright.kernels.qk_norm_rope.parts import load_parts, load_table, load_weight, place, square_sum, store_parts
+
 HALVES: tl.constexpr = tl.constexpr(0)
 PAIRS: tl.constexpr = tl.constexpr(1)
 PAIRS_TO_HALVES: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
-def load_parts(
-    ptr,
-    start,
-    live,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    LAST: tl.constexpr,
-    SPLIT: tl.constexpr,
-    HALF: tl.constexpr,
-    PASS: tl.constexpr,
-):
-    """The two halves ``[ROWS, HALF]`` that turn together and the rest ``[ROWS, PASS]`` of rows, in fp32."""
-    turn: tl.constexpr = D - W if LAST else 0
-    keep: tl.constexpr = 0 if LAST else W
-    if SPLIT:
-        both = tl.arange(0, 2 * HALF)
-        mask = live[:, None] & (both < W)[None, :]
-        pairs = tl.load(ptr + start[:, None] + (turn + both)[None, :], mask=mask, other=0.0).to(tl.float32)
-        a, b = tl.split(tl.reshape(pairs, (pairs.shape[0], HALF, 2)))
-    else:
-        lane = tl.arange(0, HALF)
-        mask = live[:, None] & (lane < W // 2)[None, :]
-        at = start[:, None] + (turn + lane)[None, :]
-        a = tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(ptr + at + W // 2, mask=mask, other=0.0).to(tl.float32)
-    if PASS > 0:
-        rest = tl.arange(0, PASS)
-        mask = live[:, None] & (rest < D - W)[None, :]
-        p = tl.load(ptr + start[:, None] + (keep + rest)[None, :], mask=mask, other=0.0).to(tl.float32)
-    else:
-        p = a
-    return a, b, p
-
-
-@triton.jit
-def store_parts(
-    ptr,
-    start,
-    live,
-    a,
-    b,
-    p,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    LAST: tl.constexpr,
-    JOIN: tl.constexpr,
-    HALF: tl.constexpr,
-    PASS: tl.constexpr,
-):
-    """The opposite of ``load_parts``, with one rounding."""
-    turn: tl.constexpr = D - W if LAST else 0
-    keep: tl.constexpr = 0 if LAST else W
-    kind: tl.constexpr = ptr.dtype.element_ty
-    if JOIN:
-        both = tl.arange(0, 2 * HALF)
-        mask = live[:, None] & (both < W)[None, :]
-        pairs = tl.reshape(tl.join(a, b), (a.shape[0], 2 * HALF))
-        tl.store(ptr + start[:, None] + (turn + both)[None, :], pairs.to(kind), mask=mask)
-    else:
-        lane = tl.arange(0, HALF)
-        mask = live[:, None] & (lane < W // 2)[None, :]
-        at = start[:, None] + (turn + lane)[None, :]
-        tl.store(ptr + at, a.to(kind), mask=mask)
-        tl.store(ptr + at + W // 2, b.to(kind), mask=mask)
-    if PASS > 0:
-        rest = tl.arange(0, PASS)
-        mask = live[:, None] & (rest < D - W)[None, :]
-        tl.store(ptr + start[:, None] + (keep + rest)[None, :], p.to(kind), mask=mask)
-
-
-@triton.jit
-def load_weight(
-    ptr,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    LAST: tl.constexpr,
-    SPLIT: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
-    HALF: tl.constexpr,
-    PASS: tl.constexpr,
-):
-    """A weight ``[D]`` as the three parts of one row ``[1, ...]``, in fp32, its offset of 1 added."""
-    one = tl.arange(0, 1)
-    a, b, p = load_parts(ptr, tl.cast(one, tl.int64), one == 0, D, W, LAST, SPLIT, HALF, PASS)
-    if UNIT_OFFSET:
-        a, b, p = a + 1.0, b + 1.0, p + 1.0
-    return a, b, p
-
-
-@triton.jit
-def load_table(ptr, start, live, W: tl.constexpr, WHOLE: tl.constexpr, HALF: tl.constexpr):
-    """Both halves of a table's rows in fp32; a half table, or pairs, use its first half twice."""
-    lane = tl.arange(0, HALF)
-    mask = live[:, None] & (lane < W // 2)[None, :]
-    at = start[:, None] + lane[None, :]
-    first = tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
-    second = first
-    if WHOLE:
-        second = tl.load(ptr + at + W // 2, mask=mask, other=0.0).to(tl.float32)
-    return first, second
-
-
-@triton.jit
-def place(rows, T, heads, sb, st, sh):
-    """First value of each row, 64-bit; the divisions are 32-bit."""
-    token, head = rows // heads, rows % heads
-    start = tl.cast(token // T, tl.int64) * sb + tl.cast(token % T, tl.int64) * st
-    return start + tl.cast(head, tl.int64) * sh
-
-
-@triton.jit
-def square_sum(a, b, p, PASS: tl.constexpr):
-    """Σ x² of each row."""
-    total = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
-    if PASS > 0:
-        total += tl.sum(p * p, axis=1)
-    return total
-
-
-@triton.jit
 def turn_tile(
-    x_ptr,
-    y_ptr,
-    weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    tile,
-    R,
-    T,
-    heads,
-    x_sb,
-    x_st,
-    x_sh,
-    cos_sb,
-    cos_st,
-    sin_sb,
-    sin_st,
-    eps,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    KIND: tl.constexpr,
-    LAST: tl.constexpr,
-    WHOLE: tl.constexpr,
-    NORM: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
-    ROWS: tl.constexpr,
-    HALF: tl.constexpr,
-    PASS: tl.constexpr,
-):
+    x_ptr, y_ptr, weight_ptr, cos_ptr, sin_ptr, tile, R, T, heads, x_sb, x_st, x_sh, cos_sb, cos_st, sin_sb, sin_st,
+    eps, D: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, LAST: tl.constexpr, WHOLE: tl.constexpr,
+    NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PASS: tl.constexpr,
+):  # fmt: skip
     """Norm and rotate ``ROWS`` rows of queries or of keys."""
     rows = tile * ROWS + tl.arange(0, ROWS)
     live = rows < R
@@ -187,146 +43,30 @@ def turn_tile(
 
 @triton.jit(do_not_specialize=["RQ", "RK", "T", "tiles"])
 def qk_norm_rope_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    q_out_ptr,
-    k_out_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    RQ,
-    RK,
-    T,
-    Q,
-    K,
-    tiles,
-    q_sb,
-    q_st,
-    q_sh,
-    k_sb,
-    k_st,
-    k_sh,
-    cos_sb,
-    cos_st,
-    sin_sb,
-    sin_st,
-    eps,
-    DQ: tl.constexpr,
-    DK: tl.constexpr,
-    W: tl.constexpr,
-    KIND: tl.constexpr,
-    LAST: tl.constexpr,
-    WHOLE: tl.constexpr,
-    NORM: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
-    ROWS: tl.constexpr,
-    HALF: tl.constexpr,
-    PASS_Q: tl.constexpr,
-    PASS_K: tl.constexpr,
-):
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, RQ, RK, T, Q, K, tiles, q_sb,
+    q_st, q_sh, k_sb, k_st, k_sh, cos_sb, cos_st, sin_sb, sin_st, eps, DQ: tl.constexpr, DK: tl.constexpr,
+    W: tl.constexpr, KIND: tl.constexpr, LAST: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PASS_Q: tl.constexpr, PASS_K: tl.constexpr,
+):  # fmt: skip
     """``q_out [RQ, DQ]`` by the first ``tiles`` programs, ``k_out [RK, DK]`` by the others."""
     program = tl.program_id(0)
     if program < tiles:
-        turn_tile(
-            q_ptr,
-            q_out_ptr,
-            q_weight_ptr,
-            cos_ptr,
-            sin_ptr,
-            program,
-            RQ,
-            T,
-            Q,
-            q_sb,
-            q_st,
-            q_sh,
-            cos_sb,
-            cos_st,
-            sin_sb,
-            sin_st,
-            eps,
-            DQ,
-            W,
-            KIND,
-            LAST,
-            WHOLE,
-            NORM,
-            UNIT_OFFSET,
-            ROWS,
-            HALF,
-            PASS_Q,
-        )
+        turn_tile(q_ptr, q_out_ptr, q_weight_ptr, cos_ptr, sin_ptr, program, RQ, T, Q, q_sb, q_st, q_sh,
+                  cos_sb, cos_st, sin_sb, sin_st, eps, DQ, W, KIND, LAST, WHOLE, NORM, UNIT_OFFSET, ROWS, HALF,
+                  PASS_Q)  # fmt: skip
     else:
-        turn_tile(
-            k_ptr,
-            k_out_ptr,
-            k_weight_ptr,
-            cos_ptr,
-            sin_ptr,
-            program - tiles,
-            RK,
-            T,
-            K,
-            k_sb,
-            k_st,
-            k_sh,
-            cos_sb,
-            cos_st,
-            sin_sb,
-            sin_st,
-            eps,
-            DK,
-            W,
-            KIND,
-            LAST,
-            WHOLE,
-            NORM,
-            UNIT_OFFSET,
-            ROWS,
-            HALF,
-            PASS_K,
-        )
+        turn_tile(k_ptr, k_out_ptr, k_weight_ptr, cos_ptr, sin_ptr, program - tiles, RK, T, K, k_sb, k_st, k_sh,
+                  cos_sb, cos_st, sin_sb, sin_st, eps, DK, W, KIND, LAST, WHOLE, NORM, UNIT_OFFSET, ROWS, HALF,
+                  PASS_K)  # fmt: skip
 
 
 @triton.jit
 def turn_back(
-    dy_ptr,
-    x_ptr,
-    dx_ptr,
-    weight_ptr,
-    partial_ptr,
-    cos_ptr,
-    sin_ptr,
-    program,
-    programs,
-    R,
-    T,
-    heads,
-    dy_sb,
-    dy_st,
-    dy_sh,
-    x_sb,
-    x_st,
-    x_sh,
-    cos_sb,
-    cos_st,
-    sin_sb,
-    sin_st,
-    eps,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    KIND: tl.constexpr,
-    LAST: tl.constexpr,
-    WHOLE: tl.constexpr,
-    NORM: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
-    WEIGHT_GRADIENT: tl.constexpr,
-    ROWS: tl.constexpr,
-    HALF: tl.constexpr,
-    PASS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    dy_ptr, x_ptr, dx_ptr, weight_ptr, partial_ptr, cos_ptr, sin_ptr, program, programs, R, T, heads, dy_sb, dy_st,
+    dy_sh, x_sb, x_st, x_sh, cos_sb, cos_st, sin_sb, sin_st, eps, D: tl.constexpr, W: tl.constexpr,
+    KIND: tl.constexpr, LAST: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+    WEIGHT_GRADIENT: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PASS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Gradients of all tiles of one program, of queries or of keys.
 
     The rotation's transpose gives dn; with x̂ = x·rstd and g = dn·w: dx = rstd·(g - x̂·mean(g·x̂)), dw = Σ dn·x̂.
@@ -378,132 +118,20 @@ def turn_back(
 
 @triton.jit(do_not_specialize=["RQ", "RK", "T", "PQ", "PK"])
 def qk_norm_rope_bwd_kernel(
-    dq_out_ptr,
-    dk_out_ptr,
-    q_ptr,
-    k_ptr,
-    dq_ptr,
-    dk_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    q_partial_ptr,
-    k_partial_ptr,
-    cos_ptr,
-    sin_ptr,
-    RQ,
-    RK,
-    T,
-    Q,
-    K,
-    PQ,
-    PK,
-    dq_sb,
-    dq_st,
-    dq_sh,
-    dk_sb,
-    dk_st,
-    dk_sh,
-    q_sb,
-    q_st,
-    q_sh,
-    k_sb,
-    k_st,
-    k_sh,
-    cos_sb,
-    cos_st,
-    sin_sb,
-    sin_st,
-    eps,
-    DQ: tl.constexpr,
-    DK: tl.constexpr,
-    W: tl.constexpr,
-    KIND: tl.constexpr,
-    LAST: tl.constexpr,
-    WHOLE: tl.constexpr,
-    NORM: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
-    WEIGHT_GRADIENT: tl.constexpr,
-    ROWS: tl.constexpr,
-    HALF: tl.constexpr,
-    PASS_Q: tl.constexpr,
-    PASS_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    dq_out_ptr, dk_out_ptr, q_ptr, k_ptr, dq_ptr, dk_ptr, q_weight_ptr, k_weight_ptr, q_partial_ptr, k_partial_ptr,
+    cos_ptr, sin_ptr, RQ, RK, T, Q, K, PQ, PK, dq_sb, dq_st, dq_sh, dk_sb, dk_st, dk_sh, q_sb, q_st, q_sh, k_sb,
+    k_st, k_sh, cos_sb, cos_st, sin_sb, sin_st, eps, DQ: tl.constexpr, DK: tl.constexpr, W: tl.constexpr,
+    KIND: tl.constexpr, LAST: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+    WEIGHT_GRADIENT: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PASS_Q: tl.constexpr,
+    PASS_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """``dq [RQ, DQ]`` and rows of ``q_partial [PQ, DQ]`` by the first ``PQ`` programs, keys by the others."""
     program = tl.program_id(0)
     if program < PQ:
-        turn_back(
-            dq_out_ptr,
-            q_ptr,
-            dq_ptr,
-            q_weight_ptr,
-            q_partial_ptr,
-            cos_ptr,
-            sin_ptr,
-            program,
-            PQ,
-            RQ,
-            T,
-            Q,
-            dq_sb,
-            dq_st,
-            dq_sh,
-            q_sb,
-            q_st,
-            q_sh,
-            cos_sb,
-            cos_st,
-            sin_sb,
-            sin_st,
-            eps,
-            DQ,
-            W,
-            KIND,
-            LAST,
-            WHOLE,
-            NORM,
-            UNIT_OFFSET,
-            WEIGHT_GRADIENT,
-            ROWS,
-            HALF,
-            PASS_Q,
-            STAGES,
-        )
+        turn_back(dq_out_ptr, q_ptr, dq_ptr, q_weight_ptr, q_partial_ptr, cos_ptr, sin_ptr, program, PQ, RQ, T, Q,
+                  dq_sb, dq_st, dq_sh, q_sb, q_st, q_sh, cos_sb, cos_st, sin_sb, sin_st, eps, DQ, W, KIND, LAST,
+                  WHOLE, NORM, UNIT_OFFSET, WEIGHT_GRADIENT, ROWS, HALF, PASS_Q, STAGES)  # fmt: skip
     else:
-        turn_back(
-            dk_out_ptr,
-            k_ptr,
-            dk_ptr,
-            k_weight_ptr,
-            k_partial_ptr,
-            cos_ptr,
-            sin_ptr,
-            program - PQ,
-            PK,
-            RK,
-            T,
-            K,
-            dk_sb,
-            dk_st,
-            dk_sh,
-            k_sb,
-            k_st,
-            k_sh,
-            cos_sb,
-            cos_st,
-            sin_sb,
-            sin_st,
-            eps,
-            DK,
-            W,
-            KIND,
-            LAST,
-            WHOLE,
-            NORM,
-            UNIT_OFFSET,
-            WEIGHT_GRADIENT,
-            ROWS,
-            HALF,
-            PASS_K,
-            STAGES,
-        )
+        turn_back(dk_out_ptr, k_ptr, dk_ptr, k_weight_ptr, k_partial_ptr, cos_ptr, sin_ptr, program - PQ, PK, RK, T,
+                  K, dk_sb, dk_st, dk_sh, k_sb, k_st, k_sh, cos_sb, cos_st, sin_sb, sin_st, eps, DK, W, KIND, LAST,
+                  WHOLE, NORM, UNIT_OFFSET, WEIGHT_GRADIENT, ROWS, HALF, PASS_K, STAGES)  # fmt: skip

@@ -29,9 +29,9 @@ from shardwright.kernels.cases import (
 from shardwright.kernels.compile_gate import AnyCase
 from shardwright.kernels.launched import cases_of, meta, noted
 from shardwright.kernels.passes import SEED as PASS_SEED
-from shardwright.kernels.router import configs, op
+from shardwright.kernels.router import compute, configs, op
+from shardwright.kernels.router.compute import Settings
 from shardwright.kernels.router.cost import cost
-from shardwright.kernels.router.op import Settings
 from shardwright.kernels.router.reference import router_reference
 
 SETTINGS = {
@@ -154,15 +154,15 @@ def _tune_case(case: BenchCase, backward: bool) -> TuneCase:
         if not backward:
 
             def forward() -> None:
-                got["weights"] = op.compute_forward(logits, bias, settings).weights[:64]
+                got["weights"] = compute.compute_forward(logits, bias, settings).weights[:64]
 
             return forward, lambda: [(got["weights"], weights.detach())]
-        chosen = op.compute_forward(logits, bias, settings).experts
+        chosen = compute.compute_forward(logits, bias, settings).experts
         dweights = normal_on_device(tuple(chosen.shape), torch.float32, "cuda", PASS_SEED + 1)
         (exact,) = torch.autograd.grad(weights, few, dweights[:64].double())
 
         def gradient() -> None:
-            got["dlogits"] = op.compute_backward(dweights, None, logits, chosen, settings)[:64]
+            got["dlogits"] = compute.compute_backward(dweights, None, logits, chosen, settings)[:64]
 
         return gradient, lambda: [(got["dlogits"], exact)]
 

@@ -17,6 +17,7 @@ from shardwright.runtime import probe, record, state
 from shardwright.runtime.checks.compare import require
 from shardwright.runtime.device import available_host_bytes
 from shardwright.runtime.export.peft import CONFIG, FOLDER, WEIGHTS, mirror, mirrored_targets
+from shardwright.runtime.export.router_biases import saved_routers
 from shardwright.runtime.lora.inject import adapter_names
 from shardwright.runtime.parallelize import DTYPES
 from shardwright.runtime.reference import load_plain
@@ -73,7 +74,8 @@ def _same_file(run_dir: Path, folder: Path) -> CheckResult:
 def _values(plan: AdaptationPlan, run_dir: Path, checkpoint: Path, folder: Path) -> CheckResult:
     """Every target's pair is in the file, bit-equal to the save after PEFT's layout is undone; nothing else is."""
     targets = plan.decision.lora_targets
-    saved = state.read_adapters(state.final(run_dir, plan))
+    save = state.final(run_dir, plan)
+    saved = state.read_adapters(save)
     file = load_file(folder / WEIGHTS)
     keys = peft_keys(targets, tuple(parameter_shapes(checkpoint)))
     mirrored = mirrored_targets(checkpoint, targets)
@@ -88,6 +90,10 @@ def _values(plan: AdaptationPlan, run_dir: Path, checkpoint: Path, folder: Path)
         for name, value in zip(adapter_names(target), ours, strict=True):
             if name not in saved or not torch.equal(value, saved[name]):
                 wrong.append(f"{name} differs from the save")
+    for key, value in saved_routers(checkpoint, state.read_biases(save), targets).items():
+        held = file.pop(key, None)
+        if held is None or not torch.equal(held, value):
+            wrong.append(f"{key} is not the run's")
     wrong += [f"{key} belongs to no target" for key in file]
     return CheckResult(
         stage="export",

@@ -14,14 +14,15 @@ from shardwright.runtime.checks.layers import layers_equal
 from shardwright.runtime.checks.load import all_loaded, same_loss
 from shardwright.runtime.checks.step import (
     adapters_moved,
+    base_digests,
     base_unchanged,
-    buffer_digests,
-    digests,
+    biases_agree,
     gradients_present,
     replicas_agree,
     same_norm,
 )
 from shardwright.runtime.device import available_host_bytes
+from shardwright.runtime.images import share_images
 from shardwright.runtime.lora.init import initial_box
 from shardwright.runtime.lora.inject import adapter_names, adapter_shapes
 from shardwright.runtime.metrics import say
@@ -65,10 +66,12 @@ class FirstStep:
         return (
             base_unchanged(self.base_before, self._base()),
             replicas_agree(self.live.parameters, self.trainer.ranks),
+            *biases_agree(self.trainer.router_biases(), self.trainer.ranks),
         )
 
     def _base(self) -> dict[str, tuple[int, int]]:
-        return {**digests(self.live.parameters, adapters=False), **buffer_digests(self.live.model)}
+        """Digests of what must not change: all but adapters and the biases that the recipe moves."""
+        return base_digests(self.live.model, self.live.parameters, self.trainer.router_biases())
 
     def _whole_fits(self) -> bool:
         parameters = sum(torch.Size(owned.shape).numel() for owned in self.live.parameters.values())
@@ -88,11 +91,15 @@ class FirstStep:
         torch.set_num_threads(threads * (self.trainer.ranks.world if device.type == "cpu" else 1))
         try:
             model, _ = load_plain(files.folder, DTYPES[self.base], device)
+            share_images(self.live.model, model)
             adapters = initial_adapters(self.trainer)
             leaves = add_plain_lora(model, decision.lora_targets, adapters, files.config.text_model_type)
             rows = 1
             if self.trainer.balancer is not None:
                 put_on(self.trainer.plan, model, self.trainer.balancer.layers, self.live.meter)
+                rows = self.trainer.strategy.micro_batch_sequences
+            if self.trainer.indexer is not None:
+                self.trainer.indexer.put_on_plain(model)
                 rows = self.trainer.strategy.micro_batch_sequences
             return reference_step(model, leaves, self.trainer.batches.global_batch(1), device, rows)
         finally:
@@ -116,6 +123,7 @@ class FirstStep:
             adapters_moved(self.b_before, parameters, gradient.loads),
             base_unchanged(self.base_before, self._base()),
             replicas_agree(parameters, self.trainer.ranks),
+            *biases_agree(self.trainer.router_biases(), self.trainer.ranks),
         )
 
 

@@ -21,6 +21,7 @@ from shardwright.runtime.load.decode import read_base
 from shardwright.runtime.lora.init import initial_box
 from shardwright.runtime.lora.inject import adapter_names, adapter_shapes
 from shardwright.runtime.losses import logits_of
+from shardwright.runtime.ownership import sum_copies
 from shardwright.runtime.parallelize import DTYPES, decoder_layers
 from shardwright.runtime.reference import add_plain_lora
 from shardwright.runtime.segments import Bounds, bounds_of, keep_apart, segments
@@ -80,6 +81,8 @@ def _compare(
         ours = _output(layer(*args, **kwargs))
     upstream = torch.randn(ours.shape, generator=torch.Generator().manual_seed(0)).to(ours)
     ours.backward(upstream if trainer.ranks.rank == 0 else torch.zeros_like(upstream))
+    reached = {key: owned for key, owned in trainer.live.adapters.items() if key.startswith(f"{name}.")}
+    sum_copies(reached, trainer.ranks)
     mine = {key: grad for key, owned in trainer.optimizer.adapters.items() if (grad := owned.local_grad()) is not None}
     norm = trainer.optimizer.global_norm(mine)
     trainer.optimizer.clear()

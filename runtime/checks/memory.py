@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 
+from shardwright.runtime.checks.usage import Usage, compared
 from shardwright.runtime.device import Device
 from shardwright.schemas.cost import Moment
 from shardwright.schemas.errors import RunError
@@ -11,16 +15,44 @@ from shardwright.schemas.plan import AdaptationPlan, Alternative
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 """What a device and a host raise."""
+SHOWN = 4
+NOISE = 0.01
+"""A component that is this far above its prediction has not grown."""
 
 
-def nearest_alternative(plan: AdaptationPlan) -> Alternative | None:
-    """The fastest feasible alternative that reserves less than the plan's own strategy."""
-    reserved = plan.evidence.cost.memory.reserved_bytes
-    smaller = [one for one in plan.evidence.alternatives if one.feasible and one.reserved_bytes < reserved]
+@contextmanager
+def memory_guard(
+    plan: AdaptationPlan, device: Device, moment: Moment, held: Callable[[], dict[str, int]] = dict
+) -> Iterator[None]:
+    """Inside the block an allocator's error becomes the typed one.
+
+    Args:
+        held: counts this rank's tensors when it happens (:func:`shardwright.runtime.checks.usage.held_bytes`).
+
+    Raises:
+        RunError: ``out-of-memory``.
+    """
+    try:
+        yield
+    except OUT_OF_MEMORY as error:
+        raise out_of_memory(plan, device, moment, error, held()) from error
+
+
+def nearest_alternative(plan: AdaptationPlan, grown: int = 0) -> Alternative | None:
+    """The fastest feasible alternative that reserves less than the plan, and fits with ``grown`` bytes on top."""
+    memory = plan.evidence.cost.memory
+    room = min(memory.reserved_bytes - 1, memory.budget_bytes - max(grown, 0))
+    smaller = [one for one in plan.evidence.alternatives if one.feasible and one.reserved_bytes <= room]
     return min(smaller, key=lambda one: (one.step_ms, one.reserved_bytes), default=None)
 
 
-def out_of_memory(plan: AdaptationPlan, device: Device, moment: Moment, cause: BaseException) -> RunError:
+def out_of_memory(
+    plan: AdaptationPlan,
+    device: Device,
+    moment: Moment,
+    cause: BaseException,
+    held: dict[str, int] | None = None,
+) -> RunError:
     """The typed error for memory that ran out.
 
     Args:
@@ -28,40 +60,44 @@ def out_of_memory(plan: AdaptationPlan, device: Device, moment: Moment, cause: B
         device: of this rank.
         moment: what was being done.
         cause: the allocator's own error.
+        held: component → bytes that this rank holds.
     """
-    memory = plan.evidence.cost.memory
-    alive = [one for one in memory.components if moment in one.moments]
-    largest = sorted(alive, key=lambda one: -one.bytes)[:3]
-    planned = ", ".join(f"{one.name} {_gib(one.bytes)}" for one in largest) or "no component"
+    memory, in_use = plan.evidence.cost.memory, device.peak_memory_bytes()
+    usage = compared(memory, moment, held or {}, in_use)
     predicted = memory.by_moment.get(moment, memory.peak_bytes)
-    grown = device.peak_memory_bytes() - predicted
-    suspect = _suspect(moment)
-    other = nearest_alternative(plan)
-    action = (
-        f"approve the plan's alternative {other.strategy.text()}: it reserves {_gib(other.reserved_bytes)} and was "
-        f"predicted at {other.step_ms:.4g} ms a step"
-        if other is not None
-        else "no alternative of this plan reserves less: plan again with more ranks or smaller micro-batches"
+    worst = usage[0]
+    grown = worst.grown if worst.grown > NOISE * worst.predicted else 0
+    grew = (
+        f"{worst.name} grew most: {_size(worst.found)} against {_size(worst.predicted)}"
+        if grown
+        else "no component is above its prediction: the device gave less than the plan's budget"
     )
+    said = str(cause).splitlines()[0][:200] if str(cause) else type(cause).__name__
     return RunError(
         "out-of-memory",
-        f"memory ran out in {moment}: the plan predicted {_gib(predicted)} there (largest: {planned}), "
-        f"{_gib(device.peak_memory_bytes())} were in use, {_gib(abs(grown))} {'more' if grown > 0 else 'less'}; "
-        f"{suspect} is what grows there ({str(cause).splitlines()[0][:200] if str(cause) else type(cause).__name__})",
-        where=f"device {device.name}, moment {moment}",
-        next_action=action,
+        f"memory ran out in {moment}: {_size(in_use)} were in use, the plan predicted {_size(predicted)}; {grew} "
+        f"(found/predicted: {_table(usage)}). {said}",
+        where=f"device {device.name}, moment {moment}, component {worst.name if grown else 'none'}",
+        next_action=_action(plan, grown),
     )
 
 
-def _suspect(moment: Moment) -> str:
-    return {
-        "load": "frozen_base",
-        "forward_peak": "activations",
-        "loss": "loss",
-        "backward_peak": "activations",
-        "optimizer_step": "optimizer_state",
-    }[moment]
+def _action(plan: AdaptationPlan, grown: int) -> str:
+    other = nearest_alternative(plan, grown)
+    if other is None:
+        return (
+            "no alternative of this plan fits beside this growth: plan again with more ranks or smaller micro-batches"
+        )
+    return (
+        f"approve the plan's alternative {other.strategy.text()}: it reserves {_size(other.reserved_bytes)} and was "
+        f"predicted at {other.step_ms:.4g} ms a step"
+    )
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
+def _table(usage: tuple[Usage, ...]) -> str:
+    largest = sorted(usage, key=lambda one: -max(one.found, one.predicted))[:SHOWN]
+    return ", ".join(f"{one.name} {_size(one.found)}/{_size(one.predicted)}" for one in largest)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.3g} GiB" if count >= 1 << 27 else f"{count / 2**20:.3g} MiB"

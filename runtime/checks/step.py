@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardwright.runtime.checks.compare import NORM_TOLERANCE, equal_numbers
 from shardwright.runtime.mesh import Ranks
-from shardwright.runtime.ownership import Owned
+from shardwright.runtime.ownership import Owned, by_expert, by_place
 from shardwright.schemas.run import CheckResult
 
 PIECE = 1 << 22
@@ -41,6 +41,14 @@ def buffer_digests(model: nn.Module) -> dict[str, tuple[int, int]]:
     return {name: digest(buffer) for name, buffer in model.named_buffers()}
 
 
+def base_digests(
+    model: nn.Module, parameters: dict[str, Owned], moves: dict[str, Tensor]
+) -> dict[str, tuple[int, int]]:
+    """Digests of what must not change on this rank: all but adapters and the buffers in ``moves``."""
+    buffers = {name: found for name, found in buffer_digests(model).items() if name not in moves}
+    return {**digests(parameters, adapters=False), **buffers}
+
+
 def base_unchanged(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> CheckResult:
     """Frozen weights and buffers are bit-identical."""
     changed = [name for name in before if before[name] != after.get(name)]
@@ -54,6 +62,13 @@ def base_unchanged(before: dict[str, tuple[int, int]], after: dict[str, tuple[in
     )
 
 
+def _copies_agree(owned: Owned, ranks: Ranks) -> bool:
+    """Whether a rank's places hold the bits of each expert's first copy; every rank of a replica takes part."""
+    if not (owned.adapter and owned.copied):
+        return True
+    return torch.equal(by_place(owned, by_expert(owned, owned.local(), ranks), ranks), owned.local())
+
+
 def replicas_agree(parameters: dict[str, Owned], ranks: Ranks) -> CheckResult:
     """Ranks that hold the same adapter values hold the same bits."""
     mine = digests(parameters, adapters=True)
@@ -62,6 +77,7 @@ def replicas_agree(parameters: dict[str, Owned], ranks: Ranks) -> CheckResult:
         seen = [{} for _ in range(ranks.sizes.replicate)]
         dist.all_gather_object(seen, mine, group=ranks.replicate_group)
     wrong = sorted({name for other in seen for name in mine if other.get(name) != mine[name]})
+    wrong += [f"copies of experts in {name}" for name, owned in parameters.items() if not _copies_agree(owned, ranks)]
     copies = f"{ranks.sizes.replicate} copies" if ranks.sizes.replicate > 1 else "one copy: values are sharded"
     return CheckResult(
         stage="step",
@@ -70,6 +86,27 @@ def replicas_agree(parameters: dict[str, Owned], ranks: Ranks) -> CheckResult:
         evidence=f"{len(mine)} adapter parameters, {copies}; different: " + (", ".join(wrong[:5]) or "none"),
         scope="local",
     )
+
+
+def biases_agree(biases: dict[str, Tensor], ranks: Ranks) -> tuple[CheckResult, ...]:
+    """Routers' biases that move have the same finite bits on every rank; nothing where all are frozen."""
+    if not biases:
+        return ()
+    mine = {name: digest(value) for name, value in biases.items()}
+    seen = [mine]
+    if ranks.world > 1:
+        seen = [{} for _ in range(ranks.world)]
+        dist.all_gather_object(seen, mine)
+    wrong = sorted({name for other in seen for name in mine if other.get(name) != mine[name]})
+    wrong += [f"{name} is not finite" for name, value in biases.items() if not bool(torch.isfinite(value).all())]
+    result = CheckResult(
+        stage="step",
+        name="router-biases-agree",
+        passed=not wrong,
+        evidence=f"{len(mine)} biases on {len(seen)} ranks; different: " + (", ".join(wrong[:5]) or "none"),
+        scope="local",
+    )
+    return (result,)
 
 
 def adapters_moved(before: dict[str, Tensor], parameters: dict[str, Owned], loads: dict[str, Tensor]) -> CheckResult:
@@ -92,12 +129,12 @@ def adapters_moved(before: dict[str, Tensor], parameters: dict[str, Owned], load
                 wrong.append(f"{name} did not move")
             continue
         layer = name.rpartition(".")[0]
-        busy = loads[layer][owned.box[0][0] : owned.box[0][1]] > 0
+        busy = loads[layer][list(owned.numbers)] > 0
         per_expert = moved.flatten(1).any(1).cpu() if moved.numel() else busy
         matrices += int(busy.numel())
         for place in torch.nonzero(per_expert != busy).flatten().tolist():
             verb = "did not move though it got tokens" if busy[place] else "moved without a token"
-            wrong.append(f"{name}, expert {owned.box[0][0] + place} {verb}")
+            wrong.append(f"{name}, expert {owned.numbers[place]} {verb}")
     return CheckResult(
         stage="step",
         name="adapters-moved",
@@ -124,12 +161,12 @@ def gradients_present(parameters: dict[str, Owned], loads: dict[str, Tensor]) ->
             if not bool(gradient.any()):
                 wrong.append(f"{name} has only zeros")
             continue
-        busy = loads[name.rpartition(".")[0]][owned.box[0][0] : owned.box[0][1]] > 0
+        busy = loads[name.rpartition(".")[0]][list(owned.numbers)] > 0
         matrices += int(busy.numel())
         reached = gradient.flatten(1).any(1).cpu()
         for place in torch.nonzero(reached != busy).flatten().tolist():
             what = "got tokens and no gradient" if busy[place] else "got a gradient without a token"
-            wrong.append(f"{name}, expert {owned.box[0][0] + place} {what}")
+            wrong.append(f"{name}, expert {owned.numbers[place]} {what}")
     return CheckResult(
         stage="step",
         name="gradients-present",

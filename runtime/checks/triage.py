@@ -43,7 +43,7 @@ def _adapters(adapters: dict[str, Owned]) -> list[str]:
             experts = ""
             if owned.expert:
                 wrong = (~torch.isfinite(values)).flatten(1).any(1).nonzero().flatten().tolist()
-                experts = f", experts {', '.join(str(owned.box[0][0] + place) for place in wrong[:SHOWN])}"
+                experts = f", experts {', '.join(str(owned.numbers[place]) for place in wrong[:SHOWN])}"
             found.append(f"{kind} of {name}{experts}")
     return found
 

@@ -6,7 +6,7 @@ from statistics import median
 
 from torch import Tensor
 
-from shardwright.runtime.checks.step import replicas_agree
+from shardwright.runtime.checks.step import base_digests, base_unchanged, replicas_agree
 from shardwright.runtime.record import WARMUP_STEPS
 from shardwright.runtime.train import Gradient, Trainer
 from shardwright.schemas.run import CheckResult, StepMetric
@@ -18,26 +18,35 @@ SPIKE = 2.0
 """A loss this many times the median of the last ones is a spike."""
 WINDOW = 20
 AGREE_EVERY = 50
-"""Steps between two comparisons of replicas."""
+"""Steps between two comparisons of replicas, and of the frozen base with what was loaded."""
 HOT = 4.0
 """An expert with this many times the mean load of its layer is hot."""
 
 
 class Watch:
-    """One run's watch on rank 0; :meth:`checks` is for all ranks."""
+    """One run's watch on rank 0; :meth:`checks` is for all ranks.
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    Args:
+        trainer: of the run.
+        base: digests of the frozen base as it was loaded; taken at the first due step of a resumed run without them.
+    """
+
+    def __init__(self, trainer: Trainer, base: dict[str, tuple[int, int]] | None = None) -> None:
+        self.trainer, self.base = trainer, base
         cost = trainer.plan.evidence.cost
         self.step_ms, self.peak = cost.time.step_ms, cost.memory.peak_bytes
         self.steps: list[StepMetric] = []
         self.said: set[str] = set()
 
     def checks(self, step: int) -> tuple[CheckResult, ...]:
-        """Replicas hold the same bits, every ``AGREE_EVERY`` steps; the same answer on all ranks' schedules."""
-        if step % AGREE_EVERY or self.trainer.ranks.sizes.replicate == 1:
+        """Every ``AGREE_EVERY`` steps, on all ranks' schedules alike: replicas hold the same bits, the base its own."""
+        if step % AGREE_EVERY:
             return ()
-        return (replicas_agree(self.trainer.live.parameters, self.trainer.ranks),)
+        live, ranks = self.trainer.live, self.trainer.ranks
+        now = base_digests(live.model, live.parameters, self.trainer.router_biases())
+        before, self.base = self.base or now, self.base or now
+        replicas = (replicas_agree(live.parameters, ranks),) if ranks.sizes.replicate > 1 else ()
+        return (base_unchanged(before, now), *replicas)
 
     def after(self, metric: StepMetric, gradient: Gradient) -> tuple[str, ...]:
         """Warnings of this step, each kind of prediction and each hot layer once."""

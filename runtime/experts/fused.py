@@ -62,6 +62,7 @@ def whole_layer(module: nn.Module, name: str, decision: FusionDecision) -> Forwa
             low=low,
             activation=activation,
             layout=layout,
+            **_biases(experts, hidden_states.dtype),
         )
         return out
 
@@ -88,6 +89,7 @@ def received_rows(module: nn.Module, name: str, decision: FusionDecision) -> For
             low=low,
             activation=activation,
             layout=layout,
+            **_biases(experts, rows.dtype),
         )
         return out
 
@@ -137,8 +139,8 @@ def _bound(
         raise _refused(name, f"the stacks are kept as {module.packing or 'numbers'}, which this operator does not read")
     if module.weigh_inputs:
         raise _refused(name, "these experts weigh their inputs; the operator weighs outputs")
-    if module.layout.biased:
-        raise _refused(name, "these experts have biases, which the operator does not add")
+    if packed and module.layout.biased:
+        raise _refused(name, "these experts have biases, which the operator of packed stacks does not add")
     for role, found in (("gate_up", module.layout.up), ("down", module.layout.down)):
         planned = decision.roles.get(role, decision.roles.get(f"{role}_proj", found))
         if planned != found:
@@ -148,6 +150,14 @@ def _bound(
         raise _refused(name, f"the plan's activation is {activation.kind}, the experts keep {module.layout.gate} gate")
     _same_activation(module, activation, name)
     return module, activation, Layout(module.layout.order, module.layout.gate == "interleaved")
+
+
+def _biases(experts: LoraExperts, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Frozen biases of this rank's experts, [L, F] and [L, H]; none where the family has none."""
+    if not experts.layout.biased:
+        return {}
+    up, down = (getattr(experts, f"{name}_bias").detach() for name in (experts.layout.up, experts.layout.down))
+    return {"up_bias": up.to(dtype), "down_bias": down.to(dtype)}
 
 
 def activation_of(decision: FusionDecision, name: str) -> Activation:

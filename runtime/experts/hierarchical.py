@@ -2,21 +2,24 @@
 
 Stage one crosses nodes between ranks of the same place in their node: each token is sent once to every node that holds
 one of its experts, with its choices and weights. Stage two, inside the node, sends rows to their experts' ranks and
-brings the weighted results back, where they are summed by token; one row a token and node returns.
+brings the weighted results back, where they are summed by token; one row a token and node returns. In
+chunks, one piece crosses nodes while another is in its stage two.
 Legend: T tokens, K experts per token, E experts, N nodes of an EP group, n ranks of it in a node, P pairs (token, node)
 sent, Q received, M choices that stay in this node, H hidden.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from shardwright.runtime.experts.dispatch import combine, dispatch, plan_route, send_rows
-from shardwright.runtime.experts.overlap import Compute
+from shardwright.runtime.experts.overlap import COMPUTE, Compute, Flight, finish, start
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,29 @@ def open_nodes(world: int, rank: int, ep: int, devices_per_node: int) -> Nodes |
     return Nodes(mine["across"], mine["within"], count, size, rank % ep // size)
 
 
+@dataclass(frozen=True)
+class _Trip:
+    """One chunk's rows on their way between nodes: what left, by token, and what comes, with choices and weights."""
+
+    tokens: int
+    token: Tensor
+    flight: Flight
+    rows: Tensor
+    choices: Tensor
+    weights: Tensor
+
+
 def in_two_stages(
-    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, compute: Compute, nodes: Nodes, num_experts: int
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    compute: Compute,
+    nodes: Nodes,
+    num_experts: int,
+    *,
+    chunks: int = 1,
+    weigh_inputs: bool = False,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
     """[T, H], [T, K], [T, K] → [T, H].
 
@@ -72,23 +96,60 @@ def in_two_stages(
         compute: rows of the local experts, grouped, → the same shape.
         nodes: this EP group's.
         num_experts: E over all ranks.
+        chunks: pieces of the tokens, of which one crosses nodes while another is spread in its node and computed.
+        weigh_inputs: routing weights multiply what an expert gets, not what it gives.
+        meanwhile: work of this rank that needs no routed row, done while rows cross between nodes.
     """
-    per_node = num_experts // nodes.count
+    trips = _leave(hidden, top_k_index, top_k_weights, nodes, num_experts // nodes.count, chunks)
+    if meanwhile is not None:
+        meanwhile()
+    homes: list[tuple[_Trip, Flight, Tensor]] = []
+    for trip in trips:
+        rows = finish(trip.rows, trip.flight)
+        back = Flight(trip.flight.receive, trip.flight.send, nodes.across)
+        with record_function(COMPUTE):
+            there = _inside(rows, trip, compute, nodes, num_experts // nodes.count, weigh_inputs)
+        homes.append((trip, back, start(there, back)))
+    sums = []
+    for trip, back, there in homes:
+        home = finish(there, back)
+        sums.append(home.new_zeros((trip.tokens, hidden.shape[1])).index_add(0, trip.token, home))
+    return torch.cat(sums)
+
+
+def _leave(
+    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, nodes: Nodes, per_node: int, chunks: int
+) -> list[_Trip]:
+    """Start stage one of all chunks, with one exchange of counts and one copy to the host for all."""
     goes = torch.zeros((hidden.shape[0], nodes.count), dtype=torch.bool, device=hidden.device)
-    goes.scatter_(1, top_k_index // per_node, True)
-    _, token = goes.mT.nonzero(as_tuple=True)
-    leaving = goes.sum(0)
+    parts = goes.scatter_(1, top_k_index // per_node, True).tensor_split(chunks)
+    leaving = torch.stack([part.sum(0) for part in parts], dim=1)
     coming = torch.empty_like(leaving)
     dist.all_to_all_single(coming, leaving, group=nodes.across)
-    send, receive = torch.stack((leaving, coming)).tolist()
-    rows = send_rows(hidden[token], send, receive, nodes.across)
-    choices = send_rows(top_k_index[token], send, receive, nodes.across)
-    weights = send_rows(top_k_weights[token], send, receive, nodes.across)
-    row, choice = (choices // per_node == nodes.node).nonzero(as_tuple=True)
-    local = (choices[row, choice] - nodes.node * per_node).unsqueeze(1)
+    send, receive = torch.stack((leaving, coming)).transpose(1, 2).tolist()
+    trips = []
+    for place, (part, tokens, index, weights) in enumerate(
+        zip(
+            parts,
+            hidden.tensor_split(chunks),
+            top_k_index.tensor_split(chunks),
+            top_k_weights.tensor_split(chunks),
+            strict=True,
+        )
+    ):
+        _, token = part.mT.nonzero(as_tuple=True)
+        flight = Flight(send[place], receive[place], nodes.across)
+        choices, given = (send_rows(one[token], flight.send, flight.receive, nodes.across) for one in (index, weights))
+        trips.append(_Trip(len(tokens), token, flight, start(tokens[token], flight), choices, given))
+    return trips
+
+
+def _inside(rows: Tensor, trip: _Trip, compute: Compute, nodes: Nodes, per_node: int, weigh_inputs: bool) -> Tensor:
+    """Stage two: [Q, H] to their experts' ranks in this node and back, summed by row."""
+    row, choice = (trip.choices // per_node == nodes.node).nonzero(as_tuple=True)
+    local = (trip.choices[row, choice] - nodes.node * per_node).unsqueeze(1)
     route = plan_route(local, per_node, nodes.size, nodes.within)
-    there = dispatch(rows[row], route, 1, nodes.within)
-    back = combine(compute(there, route), route, weights[row, choice].unsqueeze(1), nodes.within)
-    partial = torch.zeros_like(rows).index_add(0, row, back)
-    home = send_rows(partial, receive, send, nodes.across)
-    return torch.zeros_like(hidden).index_add(0, token, home)
+    given = trip.weights[row, choice].unsqueeze(1)
+    there = dispatch(rows[row], route, 1, nodes.within, given if weigh_inputs else None)
+    back = combine(compute(there, route), route, torch.ones_like(given) if weigh_inputs else given, nodes.within)
+    return torch.zeros_like(rows).index_add(0, row, back)

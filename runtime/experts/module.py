@@ -23,6 +23,7 @@ from shardwright.runtime.experts.grouped import GroupedLoraLinear
 from shardwright.runtime.experts.hierarchical import Nodes, in_two_stages
 from shardwright.runtime.experts.overlap import Compute, in_chunks
 from shardwright.runtime.experts.packed import PackedLoraLinear, Packing, register_stack, stack_of
+from shardwright.runtime.experts.placement import Places, Slots, check_slots
 from shardwright.schemas.errors import LegalityError
 
 CALLS = (
@@ -41,10 +42,12 @@ class LoraExperts(nn.Module):
 
     Attributes:
         num_experts: E over all ranks.
-        first: global number of the first local expert.
-        local: experts on this rank.
+        first: place of the first local expert, which is its number where ``slots`` is ``None``.
+        local: experts on this rank, copies included.
         chunks: pieces of a micro-batch's rows, of which one travels while another is computed.
         nodes: how the EP group lies over nodes, where rows travel in two stages.
+        slots: the expert in each place over all ranks; ``None`` where experts stand in their own order.
+        meanwhile: work that needs no routed row, done while rows travel (``experts/shared.py``).
         packing: how the stacks stay packed; ``None`` where they are plain parameters.
         weigh_inputs: routing weights multiply what an expert gets, not what it gives.
     """
@@ -61,13 +64,19 @@ class LoraExperts(nn.Module):
         packing: Packing | None = None,
         chunks: int = 1,
         nodes: Nodes | None = None,
+        slots: Slots | None = None,
     ) -> None:
         super().__init__()
         check_call(original, name)
         stacks = dict(original.named_parameters(recurse=False))
         self.num_experts = stacks[layout.down].shape[0]
-        local = self.num_experts // ep
-        if local * ep != self.num_experts:
+        if slots is not None:
+            check_slots(slots, self.num_experts, ep, name)
+        self.slots = slots
+        self.places = None if slots is None else Places(slots, self.num_experts)
+        self.num_places = self.num_experts if slots is None else len(slots)
+        local = self.num_places // ep
+        if local * ep != self.num_places:
             raise LegalityError(
                 "experts-not-divisible",
                 f"{self.num_experts} experts over ep {ep}",
@@ -87,13 +96,7 @@ class LoraExperts(nn.Module):
         self.chunks, self.nodes = chunks, nodes
         self.scalings: dict[str, float] = {}
         self.weigh_inputs = is_dense(original)
-        if nodes is not None and (chunks > 1 or self.weigh_inputs):
-            raise LegalityError(
-                "dispatch-hierarchical",
-                "two stages run neither in chunks nor for experts that weigh their inputs",
-                where=name,
-                next_action="choose dispatch all_to_all, or overlap none",
-            )
+        self.meanwhile: Callable[[], None] | None = None
         self._gate = _gate_of(original, layout)
 
     def add_adapter(self, stack: str, a: nn.Parameter, b: nn.Parameter, scaling: float) -> None:
@@ -113,25 +116,41 @@ class LoraExperts(nn.Module):
 
     def exchanged(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, compute: Compute) -> Tensor:
         """Tokens to their experts' ranks, ``compute`` there, and back: whole, or in the plan's chunks."""
-        if self.chunks > 1 and self.group is not None:
+        if self.nodes is not None or self.places is not None:
+            self.meter.add(self.name, rows_of_experts(top_k_index, self.num_experts))
+        if self.places is not None:
+            top_k_index = self.places.of(top_k_index)
+        if self.nodes is not None:
+            return in_two_stages(
+                hidden,
+                top_k_index,
+                top_k_weights,
+                compute,
+                self.nodes,
+                self.num_places,
+                chunks=self.chunks,
+                weigh_inputs=self.weigh_inputs,
+                meanwhile=self.meanwhile,
+            )
+        if self.group is not None and (self.chunks > 1 or self.meanwhile is not None):
             out, counts = in_chunks(
                 hidden,
                 top_k_index,
                 top_k_weights,
                 compute,
                 chunks=self.chunks,
-                num_experts=self.num_experts,
+                num_experts=self.num_places,
                 ep=self.ep,
                 group=self.group,
                 weigh_inputs=self.weigh_inputs,
+                meanwhile=self.meanwhile,
             )
-            self.meter.add(self.name, counts)
+            if self.places is None:
+                self.meter.add(self.name, counts)
             return out
-        if self.nodes is not None:
-            self.meter.add(self.name, rows_of_experts(top_k_index, self.num_experts))
-            return in_two_stages(hidden, top_k_index, top_k_weights, compute, self.nodes, self.num_experts)
-        route = plan_route(top_k_index, self.num_experts, self.ep, self.group)
-        self.meter.add(self.name, route.counts)
+        route = plan_route(top_k_index, self.num_places, self.ep, self.group)
+        if self.places is None:
+            self.meter.add(self.name, route.counts)
         top_k = top_k_index.shape[-1]
         if self.weigh_inputs:
             rows = dispatch(hidden, route, top_k, self.group, top_k_weights)
@@ -164,7 +183,8 @@ class LoraExperts(nn.Module):
     def extra_repr(self) -> str:
         held = f", packed as {self.packing}" if self.packing else ""
         last = self.first + self.local - 1
-        return f"experts {self.first}..{last} of {self.num_experts}{held}, adapters on {sorted(self.scalings)}"
+        what = "experts" if self.slots is None else "places"
+        return f"{what} {self.first}..{last} of {self.num_places}{held}, adapters on {sorted(self.scalings)}"
 
 
 def _gate_of(original: nn.Module, layout: ExpertLayout) -> Callable[[Tensor], Tensor]:

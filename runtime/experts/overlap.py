@@ -6,6 +6,9 @@ starts it, one waits. Backward turns them round: the waiting node starts the gra
 waits for it. Nodes run in the reverse order of their making, so all gradients of combines are under way before the
 first chunk's experts run backward, and no gradient of a dispatch is waited for before all experts are done.
 
+Work that needs no routed row, such as a shared expert, runs between the start of the dispatches and the first wait; its
+nodes stand between theirs, so its backward runs while the gradients of the dispatches travel.
+
 On CUDA the exchanges run on the collective library's own stream, on the CPU in gloo's threads.
 Legend: T tokens of this rank, C chunks, K experts per token, E experts, L = E / ep local experts, N rows received, H
 hidden.
@@ -86,6 +89,18 @@ class _Finish(torch.autograd.Function):
         return gradients[0], None
 
 
+def start(rows: Tensor, flight: Flight) -> Tensor:
+    """Rows leave; what is returned is theirs when :func:`finish` has it."""
+    leaving: Tensor = _Start.apply(rows, flight)
+    return leaving
+
+
+def finish(rows: Tensor, flight: Flight) -> Tensor:
+    """The rows that came, from what :func:`start` returned."""
+    landed: Tensor = _Finish.apply(rows, flight)
+    return landed
+
+
 def plan_routes(chunks: tuple[Tensor, ...], num_experts: int, ep: int, group: dist.ProcessGroup) -> tuple[Route, ...]:
     """A route for each chunk's choices [t, K], with one exchange of counts and one copy to the host for all."""
     counts = torch.stack([rows_of_experts(chunk, num_experts) for chunk in chunks])
@@ -116,6 +131,7 @@ def in_chunks(
     ep: int,
     group: dist.ProcessGroup,
     weigh_inputs: bool,
+    meanwhile: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """[T, H], [T, K], [T, K] → [T, H] and the rows [E] that this rank sent.
 
@@ -123,6 +139,7 @@ def in_chunks(
         compute: rows [N, H] of the local experts, grouped, → [N, H].
         chunks: C; all ranks have the same.
         weigh_inputs: routing weights multiply what an expert gets, not what it gives.
+        meanwhile: work of this rank that needs no routed row, done while all dispatches are under way.
     """
     parts = top_k_index.tensor_split(chunks)
     routes = plan_routes(parts, num_experts, ep, group)
@@ -134,18 +151,20 @@ def in_chunks(
         if weigh_inputs:
             rows = rows * given.reshape(-1, 1)[route.order].to(rows.dtype)
         flight = Flight(route.send, route.receive, group)
-        out_there.append((_Start.apply(rows, flight), flight))
+        out_there.append((start(rows, flight), flight))
+    if meanwhile is not None:
+        meanwhile()
     coming_back: list[tuple[Tensor, Flight]] = []
     for route, (rows, flight) in zip(routes, out_there, strict=True):
-        rows = _Finish.apply(rows, flight)
+        rows = finish(rows, flight)
         with record_function(COMPUTE):
             grouped = rows if route.by_expert is None else rows[route.by_expert]
             done = compute(grouped, route)
             done = done if route.by_expert is None else done[inverse(route.by_expert)]
         back = Flight(route.receive, route.send, group)
-        coming_back.append((_Start.apply(done, back), back))
+        coming_back.append((start(done, back), back))
     sums = []
     for given, route, (rows, flight) in zip(weights, routes, coming_back, strict=True):
-        rows = _Finish.apply(rows, flight)[inverse(route.order)].view(*given.shape, hidden.shape[-1])
+        rows = finish(rows, flight)[inverse(route.order)].view(*given.shape, hidden.shape[-1])
         sums.append((rows.sum(1) if weigh_inputs else (rows * given.unsqueeze(-1)).sum(1)).to(hidden.dtype))
     return torch.cat(sums), torch.stack([route.counts for route in routes]).sum(0)

@@ -8,6 +8,7 @@ Legend: N rows grouped by expert, L local experts, i in features, o out features
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from shardwright.checkpoints.reader import ShardReader
 from shardwright.kernels.packed_experts.reference import dequantise_reference
 from shardwright.kernels.packed_experts.storage import PackedStack, fp8_stack, mxfp4_stack
 from shardwright.runtime.experts.grouped import rows_product
+from shardwright.runtime.experts.placement import runs_of
 from shardwright.runtime.load.decode import GROUP, fp8_codes, mxfp4_codes
 from shardwright.schemas.errors import CheckFailed, CheckpointError, LegalityError
 
@@ -93,18 +95,21 @@ def load_stack(module: Any, stack: str, name: str, reader: ShardReader, names: N
         CheckFailed: ``nan-weights``.
     """
     L, N, _ = (int(size) for size in getattr(module, f"{stack}_values").shape)
+    numbers = range(module.first, module.first + L)
+    held = tuple(numbers if module.slots is None else (module.slots[place] for place in numbers))
     K = getattr(module, f"{stack}_scales").shape[1 if module.packing == "mxfp4" else 2]
     K *= 2 * GROUP if module.packing == "mxfp4" else BLOCK
     in_out = layout.order == "in_out"
-    wanted: Box = ((module.first, module.first + L), *(((0, K), (0, N)) if in_out else ((0, N), (0, K))))
+    matrix = ((0, K), (0, N)) if in_out else ((0, N), (0, K))
     mxfp4 = module.packing == "mxfp4"
     values = torch.empty((L, N, K // 2) if mxfp4 else (L, N, K), dtype=torch.uint8)
     scales = torch.empty(
         (L, N, K // GROUP) if mxfp4 else (L, N // BLOCK, K // BLOCK), dtype=torch.uint8 if mxfp4 else torch.float32
     )
     row, column = (2, 1) if in_out else (1, 2)
-    for whole in names.pieces(name):
-        piece = intersect(whole, wanted)
+    boxes: list[tuple[int, Box]] = [(place, ((first, stop), *matrix)) for place, first, stop in runs_of(held)]
+    for (place, box), whole in itertools.product(boxes, names.pieces(name)):
+        piece = intersect(whole, box)
         if piece is None:
             continue
         logical = names.logical(piece.tensor)
@@ -117,8 +122,8 @@ def load_stack(module: Any, stack: str, name: str, reader: ShardReader, names: N
         if not mxfp4 and logical.block[-2:] != (BLOCK, BLOCK):
             raise _layout(name, piece)
         part = (mxfp4_codes if mxfp4 else fp8_codes)(reader, logical, piece.source)
-        experts, rows = slice(*piece.target[0]), piece.target[row]
-        extent = piece.target[0][1] - piece.target[0][0]
+        (first, stop), rows = piece.target[0], piece.target[row]
+        experts, extent = slice(place + first, place + stop), stop - first
         bytes_, scale = (one.reshape(extent, *one.shape[-2:]) for one in part)
         values[experts, slice(*rows)] = bytes_.view(torch.uint8)
         scales[experts, slice(*(rows if mxfp4 else (rows[0] // BLOCK, rows[1] // BLOCK)))] = scale

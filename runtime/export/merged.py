@@ -23,6 +23,7 @@ from shardwright.runtime import record, state
 from shardwright.runtime.export.packed import PackedWeight, open_packed
 from shardwright.runtime.export.peft import require_trained
 from shardwright.runtime.export.retained import LOW, Retained
+from shardwright.runtime.export.router_biases import merged_biases
 from shardwright.runtime.export.split import Part, name_map, parts, require_adapters
 from shardwright.schemas.canonical import sha256_file
 from shardwright.schemas.errors import CheckpointError, RunError
@@ -41,18 +42,20 @@ def export_merged(run_dir: Path, checkpoint: Path) -> tuple[ExportFacts, tuple[s
         What was written, and warnings: weights of whose change less than :data:`LOW` survived the packing.
 
     Raises:
-        RunError: as the PEFT export; ``disk-full``.
+        RunError: as the PEFT export; ``disk-full``, ``router-biases``.
         CheckpointError: ``packed-weights`` for a packing that cannot be written.
     """
     plan = require_trained(run_dir)
-    adapters = state.read_adapters(state.final(run_dir, plan))
+    save = state.final(run_dir, plan)
+    adapters = state.read_adapters(save)
     require_adapters(plan.decision.lora_targets, adapters)
     names, headers = name_map(checkpoint)
     _require_room(run_dir, headers)
     work, target = run_dir / f".{FOLDER}.tmp", run_dir / FOLDER
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    retained = merge(checkpoint, work, names, headers, parts(plan.decision.lora_targets, names), adapters)
+    biases = merged_biases(names, headers, state.read_biases(save))
+    retained = merge(checkpoint, work, names, headers, parts(plan.decision.lora_targets, names), adapters, biases)
     if target.exists():
         shutil.rmtree(target)
     os.replace(work, target)
@@ -70,9 +73,15 @@ def export_merged(run_dir: Path, checkpoint: Path) -> tuple[ExportFacts, tuple[s
 
 
 def merge(
-    checkpoint: Path, out: Path, names: NameMap, headers: Headers, every: list[Part], adapters: dict[str, Tensor]
+    checkpoint: Path,
+    out: Path,
+    names: NameMap,
+    headers: Headers,
+    every: list[Part],
+    adapters: dict[str, Tensor],
+    replaced: dict[str, bytes] | None = None,
 ) -> Retained:
-    """Copy a checkpoint folder, adding every part's change on the way."""
+    """Copy a checkpoint folder, adding every part's change on the way; ``replaced`` file tensors get new bytes."""
     by_tensor: dict[str, list[Part]] = defaultdict(list)
     for part in every:
         by_tensor[part.tensor].append(part)
@@ -96,7 +105,9 @@ def merge(
         with open(checkpoint / file, "rb") as source, open(out / file, "wb") as sink:
             _copy(source, sink, 0, inside[0].start if inside else headers.files[file])
             for header in inside:
-                if header.name in plain:
+                if replaced and header.name in replaced:
+                    sink.write(replaced[header.name])
+                elif header.name in plain:
                     for piece in _merged(source, header, plain[header.name], adapters, retained):
                         sink.write(piece)
                 elif header.name in packed:

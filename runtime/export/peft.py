@@ -18,6 +18,7 @@ from shardwright.checkpoints.config import read_config
 from shardwright.checkpoints.peft_layout import peft_keys, peft_selection, to_peft
 from shardwright.checkpoints.targets import parameter_shapes
 from shardwright.runtime import record, state
+from shardwright.runtime.export.router_biases import routers_of, saved_routers
 from shardwright.runtime.lora.inject import adapter_names, adapter_shapes
 from shardwright.schemas.canonical import sha256_file
 from shardwright.schemas.errors import RunError
@@ -39,18 +40,23 @@ def export_adapter(run_dir: Path, checkpoint: Path) -> AdapterFacts:
         checkpoint: the base, named in the adapter's configuration by its path.
 
     Raises:
-        RunError: ``no-save``, ``not-trained``, ``damaged-save``, ``other-plan``, ``adapter-shape``.
+        RunError: ``no-save``, ``not-trained``, ``damaged-save``, ``other-plan``, ``adapter-shape``,
+            ``router-biases``.
     """
     plan = require_trained(run_dir)
-    saved = state.read_adapters(state.final(run_dir, plan))
+    save = state.final(run_dir, plan)
+    saved, biases = state.read_adapters(save), state.read_biases(save)
     order = tuple(parameter_shapes(checkpoint))
     targets = plan.decision.lora_targets
     tensors = peft_tensors(targets, saved, order, mirrored_targets(checkpoint, targets))
+    tensors |= saved_routers(checkpoint, biases, targets)
+    config = peft_config(plan, checkpoint)
+    config |= {"modules_to_save": routers_of(biases)} if biases else {}
     work, final = run_dir / f".{FOLDER}.tmp", run_dir / FOLDER
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     write_atomic(work / WEIGHTS, safetensors_bytes(tensors, metadata={"format": "pt"}))
-    write_atomic(work / CONFIG, json.dumps(peft_config(plan, checkpoint), indent=2, sort_keys=True).encode() + b"\n")
+    write_atomic(work / CONFIG, json.dumps(config, indent=2, sort_keys=True).encode() + b"\n")
     if final.exists():
         shutil.rmtree(final)
     os.replace(work, final)

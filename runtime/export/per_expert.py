@@ -20,6 +20,7 @@ from shardwright.checkpoints.config import read_config
 from shardwright.checkpoints.layouts import expert_layout
 from shardwright.runtime import record, state
 from shardwright.runtime.export.peft import CONFIG, WEIGHTS, number, require_trained
+from shardwright.runtime.export.router_biases import require_frozen
 from shardwright.runtime.export.serving import problems
 from shardwright.runtime.export.split import Part, name_map, parts, require_adapters
 from shardwright.schemas.canonical import sha256_file
@@ -41,7 +42,9 @@ def export_per_expert(run_dir: Path, checkpoint: Path) -> ExportFacts:
         CheckFailed: ``serving-names`` when a rule of the engines is broken; nothing is written.
     """
     plan = require_trained(run_dir)
-    adapters = state.read_adapters(state.final(run_dir, plan))
+    save = state.final(run_dir, plan)
+    require_frozen(state.read_biases(save), "an adapter for serving engines")
+    adapters = state.read_adapters(save)
     tensors, config = per_expert(plan, checkpoint, adapters)
     shapes = {key: tuple(value.shape) for key, value in tensors.items()}
     broken = problems(shapes, config, gated=gated(checkpoint))

@@ -13,6 +13,7 @@ from pathlib import Path
 from shardwright.schemas.errors import ClusterError
 from shardwright.schemas.files import write_atomic
 from shardwright.schemas.plan import AdaptationPlan, load_plan
+from shardwright.schemas.words import plural
 
 STATE = "launch.json"
 """In the run directory: which engine runs it, under which job id."""
@@ -82,7 +83,8 @@ class Job:
         if found_nodes < self.nodes or found_per_node < self.ranks_per_node:
             raise ClusterError(
                 "too-small",
-                f"the plan takes {self.nodes} nodes with {self.ranks_per_node} ranks each, found {found_nodes} with "
+                f"the plan takes {plural(self.nodes, 'node')} with {plural(self.ranks_per_node, 'rank')} each, "
+                f"found {found_nodes} with "
                 f"{found_per_node}",
                 where=where,
                 next_action="name a larger partition or cluster, or plan for this one",

@@ -15,6 +15,7 @@ from shardwright.runtime.failure import clear_failure, read_failure
 from shardwright.runtime.launch.job import Job, write_state
 from shardwright.runtime.launch.options import LaunchOptions
 from shardwright.schemas.errors import ClusterError, ExitCode, RunError
+from shardwright.schemas.words import plural
 
 STORAGE = "ray"
 START_TIMEOUT_S = "300"
@@ -72,7 +73,7 @@ def launch(job: Job, options: LaunchOptions, *, say: Callable[[str], None]) -> i
                 failure_config=train.FailureConfig(max_failures=options.max_restarts),
             ),
         )
-        say(f"Ray: {job.ranks} workers on {len(ray.nodes())} nodes")
+        say(f"Ray: {plural(job.ranks, 'worker')} on {plural(len(ray.nodes()), 'node')}")
         try:
             trainer.fit()
         except train.TrainingFailedError as error:

@@ -69,11 +69,15 @@ def load_weights(
             if any(start >= stop for start, stop in owned.box):
                 continue
             if owned.adapter:
-                value = initial_box(lora_seed, name, owned.shape, owned.box)
+                parts = [initial_box(lora_seed, name, owned.shape, box) for box in owned.parts()]
             else:
-                value = read_base(reader, names, name, owned.shape, owned.box)
-                check_finite(name, value, names)
-            owned.local().copy_(value)
+                parts = [read_base(reader, names, name, owned.shape, box) for box in owned.parts()]
+                for part in parts:
+                    check_finite(name, part, names)
+            start = 0
+            for part in parts:
+                owned.local()[start : start + len(part)].copy_(part)
+                start += len(part)
             tensors += 1
             if progress is not None:
                 progress(reader.bytes_read, tensors, time.monotonic() - began)

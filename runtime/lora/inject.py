@@ -13,6 +13,7 @@ from shardwright.runtime.experts.dense_block import sparse_forward
 from shardwright.runtime.experts.hierarchical import Nodes
 from shardwright.runtime.experts.module import LoraExperts, check_call
 from shardwright.runtime.experts.packed import Packing
+from shardwright.runtime.experts.placement import Slots
 from shardwright.runtime.lora.linear import LoraLinear
 from shardwright.runtime.mesh import Ranks
 from shardwright.schemas.errors import LegalityError
@@ -54,6 +55,7 @@ def inject(
     packed: dict[str, Packing] | None = None,
     chunks: int = 1,
     nodes: Nodes | None = None,
+    slots: tuple[Slots, ...] = (),
 ) -> None:
     """Freeze the base; put local experts and adapters in place.
 
@@ -68,24 +70,31 @@ def inject(
         packed: experts modules whose stacks stay packed.
         chunks: pieces in which experts exchange their rows.
         nodes: of the EP group, where rows travel in two stages.
+        slots: the expert in each place of each MoE layer, in the model's order; empty where the plan places none.
 
     Raises:
         LegalityError: ``target-missing`` when the plan names a weight that the model lacks,
             ``target-shape`` when its sizes differ; ``experts-call``, ``experts-not-divisible``,
-            ``unknown-expert-layout``.
+            ``unknown-expert-layout``, ``expert-slots``.
     """
     freeze(model)
     by_module: dict[str, list[LoraTarget]] = defaultdict(list)
     for target in targets:
         by_module[target.module].append(target)
-    for name, original in find_experts(model).items():
+    found = find_experts(model)
+    placed: dict[str, Slots] = {}
+    if slots:
+        _require_as_many(slots, found)
+        placed = dict(zip(found, slots, strict=True))
+    for name, original in found.items():
         if ranks.sizes.ep == 1 and name not in by_module and not supported(original, name, model_type):
             continue
         group = ranks.ep_group if ranks.sizes.ep > 1 else None
         layout = expert_layout(model_type)
         packing = (packed or {}).get(name)
         experts = LoraExperts(
-            original, name, layout, ranks.sizes.ep, ranks.ep_rank, group, meter, packing, chunks, nodes
+            *(original, name, layout, ranks.sizes.ep, ranks.ep_rank, group, meter, packing, chunks, nodes),
+            slots=placed.get(name) if group is not None else None,
         )
         for target in by_module.pop(name, []):
             _adapt_stack(experts, dict(original.named_parameters(recurse=False)), target, dtype)
@@ -100,6 +109,16 @@ def inject(
         target = wanted[0]
         _check(target, (target.out_features, target.in_features), tuple(linear.weight.shape))
         replace(model, name, LoraLinear(linear, target.rank, float(target.scaling), dropout, dtype))
+
+
+def _require_as_many(slots: tuple[Slots, ...], layers: dict[str, nn.Module]) -> None:
+    if len(slots) != len(layers):
+        raise LegalityError(
+            "expert-slots",
+            f"the plan places the experts of {len(slots)} layers, the model has {len(layers)} with experts",
+            where="decision.strategy.expert_slots",
+            next_action="plan again with --load-profile of a run of this model",
+        )
 
 
 def supported(experts: nn.Module, name: str, model_type: str) -> bool:

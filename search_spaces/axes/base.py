@@ -103,3 +103,9 @@ def exchanges(draws: Draws) -> bool:
 def inner_ranks(draws: Draws) -> int:
     """Neighbouring ranks that tensor and context parallelism take."""
     return int(draws.get("tp", 1) * draws.get("cp", 1))
+
+
+def whole_domains(context: SearchContext, draws: Draws, ranks: int) -> bool:
+    """Whether a group of neighbouring ranks is several whole load/store domains, with several of its ranks in each."""
+    inside = max(1, context.domain // inner_ranks(draws))
+    return ranks > inside > 1 and ranks % inside == 0

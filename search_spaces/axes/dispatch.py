@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from shardwright.search_spaces.axes.base import Axis, Draws, among, inner_ranks
+from shardwright.search_spaces.axes.base import Axis, Draws, among, whole_domains
 from shardwright.search_spaces.context import SearchContext
 
 VALUES = ("all_to_all", "hierarchical")
 
 
 def _choices(context: SearchContext, draws: Draws) -> tuple[str, ...]:
-    """``hierarchical`` where an expert group spans several domains with several ranks in each."""
-    inside = max(1, context.domain // inner_ranks(draws))
-    return VALUES if draws["ep"] > inside > 1 else ("all_to_all",)
+    """``hierarchical`` where an expert group spans several whole domains with several ranks in each."""
+    return VALUES if whole_domains(context, draws, draws["ep"]) else ("all_to_all",)
 
 
 AXIS = Axis(

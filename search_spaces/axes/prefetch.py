@@ -7,7 +7,8 @@ from shardwright.search_spaces.context import SearchContext
 
 
 def _choices(context: SearchContext, draws: Draws) -> tuple[int, ...]:
-    return (1, 2, 4) if gathers(draws) else (1,)
+    """More than one only where a gather can run behind computation: over gloo none does."""
+    return (1, 2, 4) if gathers(draws) and context.cluster.backend != "gloo" else (1,)
 
 
 AXIS = Axis("prefetch_depth", _choices, lambda s: s.prefetch_depth, no_rule)

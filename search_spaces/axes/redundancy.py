@@ -7,6 +7,7 @@ from shardwright.search_spaces.context import SearchContext
 
 
 def _choices(context: SearchContext, draws: Draws) -> tuple[int, ...]:
+    """Copies only where experts are placed by loads: nothing else says which are worth one."""
     each = context.experts // draws["ep"] if context.experts else 0
     return tuple(n for n in (0, 1, 2, 4) if n <= each) if draws["expert_placement"] == "balanced" else (0,)
 

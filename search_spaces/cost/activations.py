@@ -12,6 +12,7 @@ head, d_v value head. All sizes in bytes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,29 @@ gate (2), input and output of the convolution in bf16 (3), the gated norm (3).""
 
 CHUNK_GRADIENTS = 3
 """fp32 tensors [T, C, n·d] alive beside the kept ones in its backward: two of a slice's gradient and their sum."""
+
+
+@dataclass(frozen=True)
+class UnfusedChunks:
+    """One unfused linear attention: tokens of a chunk; fp32 tensors [T, n·d] kept, and alive besides in each pass."""
+
+    tokens: int
+    kept: float
+    forward: float
+    backward: float
+
+
+LIBRARY_CHUNKS = UnfusedChunks(CHUNK, CHUNK_SQUARES * CHUNK + CHUNK_ROWS, 2 * CHUNK, CHUNK_GRADIENTS * CHUNK + 6)
+"""As transformers' classes write it."""
+
+FAMILY_CHUNKS = {"kimi_k3": UnfusedChunks(16, 76.9, 22.3, 37.4)}
+"""Where a family's class has a chain of its own. Kimi K3 (``checkpoints/models/kimi_k3``, chunks of 16): traced over
+512, 1024 and 2048 tokens, the same at each."""
+
+
+def chunks_of(work: Workload) -> UnfusedChunks:
+    """The chain that the model's own class runs."""
+    return FAMILY_CHUNKS.get(work.profile.model_type, LIBRARY_CHUNKS)
 
 
 def residual_bytes(work: Workload, fused: FusedProviders) -> float:
@@ -67,7 +91,7 @@ def attention_bytes(work: Workload, layer: LayerWork, fused: FusedProviders) -> 
         key = shape.qk_nope_head_dim + shape.qk_rope_head_dim
         kept += 4 * (shape.q_lora_rank + shape.kv_lora_rank)
         kept += b * heads * (2 * key + shape.qk_nope_head_dim + 2 * shape.v_head_dim) + 4 * heads
-        if layer.kind.attention == "dsa" and fused.provider("dsa_attention") == "eager":
+        if layer.kind.attention == "dsa" and fused.provider("dsa") == "eager":
             kept += b * work.recipe.batch.sequence_tokens
             kept += b * heads * shape.v_head_dim if lora.attention_out else 0
         elif layer.kind.attention == "dsa":
@@ -92,14 +116,17 @@ def unfused_chunks(work: Workload, fused: FusedProviders) -> bool:
 def linear_attention_bytes(work: Workload, fused: FusedProviders) -> float:
     """Kept by chunked linear attention with its convolution, gates and gated norm, per token.
 
-    Unfused: ``4·W·(3·C + 23.5)``, and for the rows that solve each chunk's triangle ``4·n·(Σ i² + i)/C`` for i < C.
+    Unfused: ``4·W·(3·C + 23.5)``, and for the rows that solve each chunk's triangle ``4·n·(Σ i² + i)/C`` for i < C;
+    or as traced, ``FAMILY_CHUNKS``.
     Fused: q, k, v, gate and out, ``b·5·W``, beta, ``b·n``, and the convolution's input and output, ``6·b·W``.
     """
     shape, b, W = work.profile.shape, work.base_bytes, work.linear_width
     heads = shape.linear_num_heads or shape.num_attention_heads
     if unfused_chunks(work, fused):
+        if work.profile.model_type in FAMILY_CHUNKS:
+            return 4.0 * W * chunks_of(work).kept
         solve = sum(i * i + i for i in range(1, CHUNK)) / CHUNK
-        return 4.0 * W * (CHUNK_SQUARES * CHUNK + CHUNK_ROWS) + 4.0 * heads * solve
+        return 4.0 * W * LIBRARY_CHUNKS.kept + 4.0 * heads * solve
     return b * (11 * W + heads) + 4.0 * heads
 
 
@@ -113,11 +140,12 @@ def attention_workspace_bytes(work: Workload, layer: LayerWork, fused: FusedProv
     shape, b, W = work.profile.shape, work.base_bytes, work.linear_width
     if layer.kind.attention == "linear":
         if unfused_chunks(work, fused):
-            return 4.0 * W * (CHUNK_GRADIENTS * CHUNK + 6) if backward else 4.0 * W * 2 * CHUNK
+            own = chunks_of(work)
+            return 4.0 * W * (own.backward if backward else own.forward)
         return max(0.0, LINEAR_ATTENTION_PEAK - 5 * b) * W if backward else 0.0
     if layer.kind.attention == "dsa" and shape.index_num_heads and not backward:
         queries = b * (shape.index_num_heads + 1) * shape.index_head_dim
-        if fused.provider("dsa_indexer") == "eager":
+        if fused.provider("dsa") == "eager":
             return 8.0 * shape.index_num_heads * work.recipe.batch.sequence_tokens + 3 * queries
         return queries
     return 0.0
@@ -200,7 +228,7 @@ def checkpoint_bytes(work: Workload, layer: LayerWork, fused: FusedProviders, to
     choices = 8 * shape.experts_per_token if layer.routed else 0
     if layer.kind.attention == "dsa":
         chosen = min(shape.index_topk, work.recipe.batch.sequence_tokens)
-        choices += (12 if fused.provider("dsa_indexer") == "eager" else 4) * chosen
+        choices += (12 if fused.provider("dsa") == "eager" else 4) * chosen
     return tokens * (work.base_bytes * work.hidden + choices)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from shardwright.kernels.packed_experts.configs import DEQUANTISE_ROWS
 from shardwright.search_spaces.cost.plans import FORMATS, Array, Plans
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
 
@@ -29,8 +30,14 @@ def expert_bytes(work: Workload, plans: Plans) -> Array:
     )
 
 
-def dequantised_bytes(work: Workload, layer: LayerWork, plans: Plans) -> Array:
-    """One layer unpacked for computing: ``b·N`` of what is packed on this rank; 0 where nothing is."""
-    experts = np.where(plans.format > 0, layer.expert_parameters / (plans.ep * plans.expert_tp), 0.0)
+def dequantised_bytes(work: Workload, layer: LayerWork, plans: Plans, rows: Array) -> Array:
+    """One layer unpacked for computing: ``b·N`` of what is packed on this rank; 0 where nothing is.
+
+    Experts: only where a rank's rows an expert reach what makes a decoded copy pay; below it they are decoded tile by
+    tile (``kernels/packed_experts``) or one expert at a time.
+    """
+    held = work.profile.shape.num_experts / plans.ep
+    copied = (plans.format > 0) & (rows >= DEQUANTISE_ROWS * held)
+    experts = np.where(copied, layer.expert_parameters / (plans.ep * plans.expert_tp), 0.0)
     dense = np.where(plans.format == FORMATS.index("fp8"), layer.dense_parameters / plans.tp, 0.0)
     return work.base_bytes * (experts + dense)

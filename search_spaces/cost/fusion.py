@@ -67,12 +67,12 @@ class FusedProviders:
         return kernel_cost(op, shape, dtype)
 
 
-EXPERT_OPERATORS = ("moe_layer", "grouped_lora_mlp")
-"""Kernels of the experts block: the whole layer at ep 1, received rows otherwise."""
+EXPERT_OPERATORS = ("moe_layer", "grouped_lora_mlp", "packed_experts")
+"""Kernels of the experts block: the whole layer at ep 1, received rows otherwise, of a plain or a packed base."""
 
 
 def operator_of(decision: FusionDecision) -> str:
-    """A decision's operator: its op, else its pattern, with underscores; both expert kernels are ``experts``."""
+    """A decision's operator: its op, else its pattern, with underscores; all expert kernels are ``experts``."""
     if decision.op in EXPERT_OPERATORS:
         return "experts"
     return (decision.pattern if decision.op in ("", "-") else decision.op).replace("-", "_")

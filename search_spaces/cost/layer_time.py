@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright.schemas.ops import OpCost, PassCost
-from shardwright.search_spaces.cost.activations import CHUNK, unfused_chunks
+from shardwright.search_spaces.cost.activations import chunks_of, unfused_chunks
 from shardwright.search_spaces.cost.compute import ATTENTION_BACKWARD, Rates
 from shardwright.search_spaces.cost.formats import dequantised_bytes
 from shardwright.search_spaces.cost.fusion import FusedProviders, kernel_cost
@@ -32,9 +32,9 @@ ROTARY_PASSES = (12, 16)
 ADAPTER_LAUNCHES = (5, 8)
 """Kernels of one LoRA target, (forward, backward): two products, casts, scale, add; assumed."""
 
-CHUNK_LAUNCHES = ((9.2 * 63, 19.2), (18.3 * 63, 53.6))
-"""Kernels of one unfused linear attention, forward and backward: (in all, a chunk of the sequence). Counted in traces
-of two lengths; 63 rows of a chunk's triangle are solved one by one."""
+CHUNK_LAUNCHES = ((9.2, 19.2), (18.3, 53.6))
+"""Kernels of one unfused linear attention, forward and backward: (a row of a chunk's triangle but the first, solved one
+by one; a chunk of the sequence). Counted in traces of two lengths."""
 
 SQUARE_PASSES, SLICE_PASSES = (16, 26), 4
 """Reads and writes of fp32 [T, C, n·d] there, (forward, backward), and for each chunk in backward: its slice's gradient
@@ -75,8 +75,11 @@ def layer_time(
     }
     launches = [float(OTHER_LAUNCHES[i] + ADAPTER_LAUNCHES[i] * layer.adapters.targets) for i in (0, 1)]
     if layer.kind.attention == "linear" and unfused_chunks(work, fused):
-        chunks = work.recipe.batch.sequence_tokens / CHUNK
-        launches = [n + own + each * chunks for n, (own, each) in zip(launches, CHUNK_LAUNCHES, strict=True)]
+        size = chunks_of(work).tokens
+        chunks = work.recipe.batch.sequence_tokens / size
+        launches = [
+            n + row * (size - 1) + each * chunks for n, (row, each) in zip(launches, CHUNK_LAUNCHES, strict=True)
+        ]
     if layer.routed:
         terms["experts"] = _experts(work, layer, plans, rates, rows)
         terms["expert_rows"] = _expert_rows(work, rates, fused, rows)
@@ -93,7 +96,7 @@ def layer_time(
     for share, norm in _norm_costs(work, fused, COUNTED_ROWS):
         launches = [n + share * p.launches for n, p in zip(launches, _passes(norm), strict=True)]
     if np.any(plans.format):
-        packed = rates.traffic_s(dequantised_bytes(work, layer, plans))
+        packed = rates.traffic_s(dequantised_bytes(work, layer, plans, rows))
         terms["dequantise"] = packed, packed
     return LayerTime(terms, (launches[0], launches[1]))
 
@@ -114,8 +117,9 @@ def _dense(work: Workload, layer: LayerWork, plans: Plans, rates: Rates, tokens:
 
 def _chunks_s(work: Workload, rates: Rates, tokens: Array) -> Pair:
     """Unfused linear attention: passes over fp32 [T, C, n·d], and in backward one gradient of the whole a chunk."""
-    square = 4.0 * CHUNK * work.linear_width * tokens
-    chunks = work.recipe.batch.sequence_tokens / CHUNK
+    size = chunks_of(work).tokens
+    square = 4.0 * size * work.linear_width * tokens
+    chunks = work.recipe.batch.sequence_tokens / size
     forward, backward = SQUARE_PASSES
     return rates.traffic_s(square * forward), rates.traffic_s(square * (backward + SLICE_PASSES * chunks))
 

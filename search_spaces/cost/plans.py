@@ -43,6 +43,8 @@ class Plans:
     prefetch: Array
     padding: Array
     chunks: Array
+    shared: Flags
+    """The shared expert runs under the dispatch."""
     hierarchical: Flags
     offload: NDArray[np.int64]
     """Position in ``OFFLOADS``."""
@@ -113,6 +115,7 @@ def plans_of(strategies: Sequence[ParallelStrategy], profile: CheckpointProfile)
         prefetch=column([s.prefetch_depth for s in strategies]),
         padding=column([s.expert_padding_tokens for s in strategies]),
         chunks=column([s.overlap_chunks for s in strategies]),
+        shared=flags([s.overlap == "shared" for s in strategies]),
         hierarchical=flags([s.dispatch == "hierarchical" for s in strategies]),
         offload=np.array([OFFLOADS.index(s.offload) for s in strategies], dtype=np.int64),
         format=np.array([FORMATS.index(s.base_format) for s in strategies], dtype=np.int64),

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from shardwright.search_spaces.placement import Loads as Loads
+from shardwright.search_spaces.placement import balanced_ranks, imbalance
+
 EXPERT_LOAD_SPREAD = 0.5
 """Standard deviation over mean of the tokens per expert; assumed, for a trained router."""
 
 MEMORY_QUANTILE = 0.95
 """Memory is planned for the rows that the fullest rank stays below in this share of micro-batches."""
-
-Loads = tuple[tuple[float, ...], ...]
-"""For each MoE layer the share of all routed rows that each expert got; shares of a layer add up to 1."""
 
 
 @lru_cache(maxsize=1024)
@@ -39,8 +39,7 @@ def spread_factor(ranks: int, quantile: float | None) -> float:
 def placed_imbalance(loads: Loads, ep: int, balanced: bool, redundant: int) -> float:
     """Rows of the fullest rank over the mean for measured loads, mean over layers.
 
-    Contiguous: runs of E/e experts. Balanced: most loaded first, each to the emptiest rank that has a
-    free place; redundant copies split the load of the experts that are most loaded per copy.
+    Contiguous: runs of E/e experts. Balanced: as ``search_spaces/placement.py`` puts them.
     """
     return sum(_layer_imbalance(shares, ep, balanced, redundant) for shares in loads) / len(loads)
 
@@ -49,22 +48,7 @@ def _layer_imbalance(shares: tuple[float, ...], ep: int, balanced: bool, redunda
     each = len(shares) // ep
     if not balanced:
         return max(sum(shares[rank * each : (rank + 1) * each]) for rank in range(ep)) * ep
-    copies = [1] * len(shares)
-    for _ in range(redundant * ep):
-        spare = [expert for expert in range(len(shares)) if copies[expert] < ep]
-        if spare:
-            copies[max(spare, key=lambda expert: (shares[expert] / copies[expert], -expert))] += 1
-    pieces = [
-        (-share / n, expert) for expert, (share, n) in enumerate(zip(shares, copies, strict=True)) for _ in range(n)
-    ]
-    loads, held = [0.0] * ep, [set[int]() for _ in range(ep)]
-    for negative, expert in sorted(pieces):
-        free = [rank for rank in range(ep) if len(held[rank]) < each + redundant]
-        without = [rank for rank in free if expert not in held[rank]] or free
-        rank = min(without, key=lambda r: (loads[r], r))
-        loads[rank] -= negative
-        held[rank].add(expert)
-    return max(loads) * ep
+    return imbalance(shares, balanced_ranks(shares, ep, redundant))
 
 
 def rank_imbalance(

@@ -29,13 +29,9 @@ from shardwright.search_spaces.cost.compute import Rates
 from shardwright.search_spaces.cost.formats import expert_bytes
 from shardwright.search_spaces.cost.fusion import FusedProviders
 from shardwright.search_spaces.cost.layer_time import LayerTime, layer_time
-from shardwright.search_spaces.cost.memory import (
-    adapter_shard,
-    gathered_layer_bytes,
-    gathered_root_bytes,
-    rows_of,
-    saved_activation_bytes,
-)
+from shardwright.search_spaces.cost.memory_activations import saved_activation_bytes
+from shardwright.search_spaces.cost.memory_terms import rows_of
+from shardwright.search_spaces.cost.memory_weights import adapter_shard, gathered_layer_bytes, gathered_root_bytes
 from shardwright.search_spaces.cost.overlap import SLOWDOWN, split_s
 from shardwright.search_spaces.cost.plans import Array, Plans, per_value
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
@@ -61,6 +57,9 @@ OPTIMIZER_LAUNCHES = 40
 
 PCIE_BYTES_PER_S = 25e9
 """Host to device copies per rank; assumed."""
+
+HOST_BYTES_PER_S = 20e9
+"""One rank's share of host memory bandwidth in an update made there; assumed."""
 
 
 @dataclass(frozen=True)
@@ -255,16 +254,17 @@ class Step:
                 (time.terms["experts"][i] + time.terms["expert_rows"][i]) * self._stretch(spent, time.launches[i])
                 for i, spent in enumerate((time.forward, time.backward))
             )
+            beside = [plans.shared * _shared_share(self.work, layer) * spent for spent in time.terms["dense_linears"]]
             for count, again in self.counts(position, layer):
-                for passes, compute in ((2 if again else 1, forward), (1, backward)):
+                for passes, compute, shared in ((2 if again else 1, forward, beside[0]), (1, backward, beside[1])):
                     exchange = 2 * plans.chunks * one
-                    behind = (1 - 1 / plans.chunks) * np.minimum(exchange, compute)
+                    behind = (1 - 1 / plans.chunks) * np.minimum(exchange, compute) + np.minimum(one, shared)
                     shown = exchange - behind + (SLOWDOWN - 1) * behind
                     exposed, hidden = exposed + count * passes * shown, hidden + count * passes * behind
         origin = self.network.origin("all_to_all")
         formula = "4 exchanges of R·H·b bytes per MoE layer and micro-batch, 6 where it is recomputed"
         self.add("expert_all_to_all", exposed, "exposed_communication", formula, origin)
-        formula = "chunks of an exchange behind the products of the chunk before"
+        formula = "chunks of an exchange behind the products of the chunk before; a dispatch behind the shared expert"
         self.add("expert_all_to_all_hidden", hidden, "hidden_communication", formula, origin)
 
     def _tensor_and_context(self, layers: list[LayerTime]) -> None:
@@ -355,9 +355,10 @@ class Step:
 
     def _optimizer(self) -> None:
         local = adapter_shard(self.work, self.plans, self.stage)
-        seconds = self.rates.traffic_s(10 * self.work.adapter_bytes * local)
+        passes = 10 * self.work.adapter_bytes * local
         away = self.plans.offloads("adapter_optimizer")
-        seconds = seconds + np.where(away, 4 * self.work.adapter_bytes * local / PCIE_BYTES_PER_S, 0.0)
+        hosted = passes / HOST_BYTES_PER_S + 3 * self.work.adapter_bytes * local / PCIE_BYTES_PER_S
+        seconds = np.where(away, hosted, self.rates.traffic_s(passes))
         self.launching_s = self.launching_s + self._wait_s(seconds, OPTIMIZER_LAUNCHES)
         self.add("optimizer", seconds, "optimizer", "10 passes over local adapters: clip, moments, update")
 
@@ -378,3 +379,9 @@ def times_of(
 ) -> Times:
     """Every time term of one optimizer step, for every plan."""
     return Step(work, cluster, plans, fused, calibration).run()
+
+
+def _shared_share(work: Workload, layer: LayerWork) -> float:
+    """Share of the shared experts in a routed layer's parameters outside the routed ones."""
+    matrices = 3 if work.profile.shape.gated_mlp else 2
+    return min(1.0, matrices * work.hidden * layer.mlp_width / max(layer.dense_parameters, 1))

@@ -37,19 +37,25 @@ def test_the_layout_is_the_published_one(k3: Path) -> None:
     assert [(kind.name, kind.layer_indices) for kind in profile.layer_kinds] == [
         ("linear-attention+dense", (0,)),
         ("linear-attention+moe", (1, 2)),
-        ("mla+moe", (3, 4)),
+        ("dsa+moe", (3,)),
+        ("mla+moe", (4,)),
     ]
+    assert shapes["language_model.model.layers.3.self_attn.indexer.weights_proj.weight"] == ("F32", (8, 64))
+    assert shapes["vision_tower.encoder.blocks.1.wqkv.weight"] == ("F32", (48, 16))
+    assert {"vision", "projector", "indexer"} <= set(profile.parameters.by_component)
 
 
 @pytest.mark.slow
 def test_it_is_adapted_end_to_end(k3: Path, tmp_path: Path) -> None:
-    """From the packed checkpoint to an adapter that a fresh model loads; the loss of held-out text falls."""
+    """From packed files, texts and pictures to an adapter that a fresh model loads; the held-out loss falls."""
     words = ["adapt", k3 / "checkpoint", "-c", "cpu-2", "-r", k3 / "recipe.yaml", "--run-dir", tmp_path / "run"]
     policy = ["--headless", "--policy", EXAMPLE / "policy.yaml"]
-    done = subprocess.run([*PROGRAM, *map(str, words + policy)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*PROGRAM, *map(str, words + policy)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     run = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert len(run["checks"]) == 11 and all(one["passed"] for one in run["checks"])
+    assert len(run["checks"]) == 12 and all(one["passed"] for one in run["checks"])
+    losses = [one["loss"] for one in run["evaluations"]]
+    assert losses[-1] < 0.8 * losses[0]
     targets = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
     assert any("self_attn" in name for name in targets["target_modules"])
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())

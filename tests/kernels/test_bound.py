@@ -1,4 +1,8 @@
-"""Bound launches start exactly what triton would have started: kernel, grid and every argument."""
+"""Bound launches start exactly what triton would have started: specialisation, grid, stream and every argument.
+
+Triton's own launch path runs (binder, specialisation, cache key, descriptors), over a driver that notes what its
+launchers get in place of a GPU. A compiled kernel is known by all that it would be compiled for.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="kernels need triton")
 
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import make_tensordesc_arg
+from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from shardwright.kernels import admitted, bound, device, guards, tuned
@@ -38,63 +45,113 @@ SHAPES: dict[str, Shape] = {
 def suites() -> Iterator[Any]:
     for op, shape in SHAPES.items():
         found = OPERATORS[op].load_suites()
-        for at, suite in enumerate(found if op != "qk_norm_rope" else found[:1]):
-            lora = at > 0 and "down_a" in suite.input_names
-            yield pytest.param(suite, {**shape, "r": 16} if lora else shape, id=f"{op}{'-lora' if lora else ''}")
+        for suite in found if op != "qk_norm_rope" else found[:1]:
+            lora, base = "down_a" in suite.input_names, "up_bias" in suite.input_names
+            label = f"{op}{'-lora' if lora else '-base' if base else ''}"
+            yield pytest.param(suite, {**shape, "r": 16} if lora else shape, id=label)
+
+
+META = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
+"""A compiled descriptor's facts, for triton's own code that makes a launcher's arguments of one."""
 
 
 @dataclass
 class Trace:
-    """Launches in order, with tensors named by where their memory was first seen; all are kept alive."""
+    """What launchers were called with, in order; tensors named by where their memory was first seen, kept alive."""
 
     launches: list[tuple[Any, ...]] = field(default_factory=list)
     slow: int = 0
     alive: list[Tensor] = field(default_factory=list)
     seen: dict[int, int] = field(default_factory=dict)
 
+    def at(self, address: int) -> tuple[str, int]:
+        return "memory", self.seen.setdefault(address, len(self.seen))
+
     def word(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             self.alive.append(value)
-            return "memory", self.seen.setdefault(value.data_ptr(), len(self.seen)), tuple(value.shape), value.dtype
+            return *self.at(value.data_ptr()), tuple(value.shape), value.dtype
         if getattr(value, "base", None) is not None:
-            return "descriptor", self.word(value.base), list(value.shape), list(value.strides), value.padding
+            (address, *how), *sizes = make_tensordesc_arg(value, META)
+            return "descriptor", self.word(value.base), self.at(address), tuple(map(str, how)), sizes
         return value
 
-    def note(self, name: str, grid: tuple[int, ...], arguments: list[Any]) -> None:
-        self.launches.append((name, (*grid, 1, 1)[:3], [self.word(value) for value in arguments]))
+
+class FakeDriver:
+    """A CUDA driver of an sm_90 device whose launchers note what they get."""
+
+    def __init__(self) -> None:
+        self.trace, self.device, self.stream = Trace(), DEVICE, 5
+        self.utils = SimpleNamespace(fill_tma_descriptor=lambda *given: given)
+        self.refuses: BaseException | None = None
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return self.stream + 100 * (device - DEVICE)
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def fresh(self) -> Trace:
+        self.trace = Trace()
+        return self.trace
+
+    def launch(self, x: int, y: int, z: int, stream: int, function: Any, metadata: Any, *rest: Any) -> None:
+        facts, enter, _, *arguments = rest
+        if facts is None and enter is None and self.refuses is not None:
+            raise self.refuses
+        words = [self.trace.word(value) for value in arguments]
+        self.trace.launches.append((function, metadata, (x, y, z), stream, words))
+
+    def compiled(self, kernel: Any, key: Any, signature: Any, device: int, constants: Any, options: Any, attrs: Any,
+                 warmup: bool) -> Any:  # fmt: skip
+        """A compiled kernel, known by all that it would be compiled for."""
+        name = kernel.fn.__name__
+        function = (name, device, *map(repr, (signature, constants, attrs, options)))
+        made = SimpleNamespace(
+            run=self.launch, function=function, packed_metadata=("packed", name), launch_metadata=lambda *given: "facts"
+        )
+        kernel.device_caches[device][0][key] = made
+        return made
+
+
+DEVICE = 70
+"""An index that no real device has: triton's caches of it are this file's."""
 
 
 @pytest.fixture
-def trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Trace]]:
-    """Kernels are noted instead of run, on CPU tensors; a call starts a new trace."""
-    now = [Trace()]
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """Triton's own launch path, from its binder to the launcher, on CPU tensors and with nothing compiled."""
+    made, run, kernels = FakeDriver(), JITFunction.run, set()
 
-    def run(kernel: Any, *given: Any, grid: tuple[int, ...], warmup: bool, **named: Any) -> Any:
-        values = [*given, *(named[name] for name in kernel.arg_names[len(given) :])]
-        name = kernel.fn.__name__
-        now[0].slow += 1
-        now[0].note(name, grid, values)
+    def counted(kernel: Any, *given: Any, **named: Any) -> Any:
+        made.trace.slow += 1
+        kernels.add(kernel)
+        return run(kernel, *given, **named)
 
-        def again(x: int, y: int, z: int, stream: int, function: Any, metadata: Any, *rest: Any) -> None:
-            assert (stream, function, metadata, rest[:3]) == (5, name, "packed", (None, None, None))
-            now[0].note(name, (x, y, z), list(rest[3:]))
-
-        return SimpleNamespace(run=again, function=name, packed_metadata="packed")
-
-    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(JITFunction, "run", counted)
+    monkeypatch.setattr(JITFunction, "_do_compile", lambda kernel, *given: made.compiled(kernel, *given))
+    monkeypatch.setattr(driver, "_active", made)
     monkeypatch.setattr(device, "interpreted", lambda: True)
     monkeypatch.setattr(guards, "one_device", lambda *args, **named: None)
     monkeypatch.setattr(bound, "BINDS", True)
-    monkeypatch.setattr(bound, "current_device", lambda: -1)
-    monkeypatch.setattr(bound, "current_stream", lambda at: 5)
+    # CPU tensors have no index; a bound launch holds -1, which stands for the fake device here.
+    monkeypatch.setattr(bound, "current_device", lambda: made.device - DEVICE - 1)
+    monkeypatch.setattr(bound, "current_stream", lambda index: made.get_current_stream(index + 1 + DEVICE))
     bound.forget()
-
-    def fresh() -> Trace:
-        now[0] = Trace()
-        return now[0]
-
-    yield fresh
+    yield made
     bound.forget()
+    for kernel in kernels:
+        for index in [index for index in kernel.device_caches if index >= DEVICE]:
+            del kernel.device_caches[index]
+
+
+@pytest.fixture
+def trace(fake: FakeDriver) -> Callable[[], Trace]:
+    """A call starts a new trace."""
+    return fake.fresh
 
 
 def a_pass(suite: OpSuite, shape: Shape, name: str, start: Callable[[], Trace]) -> Trace:
@@ -123,7 +180,7 @@ def test_so_do_the_hopper_products(
     monkeypatch.setitem(permute_cases.SMALL, (180, 2, 2), "uniform")
     suite = OPERATORS[op].load_suites()[1]
     quick = bound_equals_plain(suite, {**size, "H": 128, "I": 64, "r": 16}, name, trace)
-    assert "hopper_product_kernel" in {launch[0] for launch in quick.launches}
+    assert "hopper_product_kernel" in {launch[0][0] for launch in quick.launches}
 
 
 def bound_equals_plain(suite: OpSuite, shape: Shape, name: str, trace: Callable[[], Trace]) -> Trace:
@@ -195,3 +252,95 @@ def test_hooks_of_a_profiler_see_every_launch(trace: Callable[[], Trace]) -> Non
         assert found.slow == 1
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
+
+
+def norm(x: Tensor, weight: Tensor) -> None:
+    from shardwright.kernels.rms_norm.op import rms_norm
+
+    rms_norm(x, weight, 1e-6)
+
+
+def test_a_launch_goes_to_the_stream_that_is_current_now(fake: FakeDriver) -> None:
+    x, weight = torch.ones(4, 64), torch.ones(64)
+    norm(x, weight)
+    fake.stream = 9
+    found = fake.fresh()
+    norm(x, weight)
+    assert found.slow == 0 and [launch[3] for launch in found.launches] == [9]
+
+
+def test_another_device_goes_through_triton_and_has_its_own_kernel(fake: FakeDriver) -> None:
+    x, weight = torch.ones(4, 64), torch.ones(64)
+    norm(x, weight)
+    fake.device = DEVICE + 1
+    found = fake.fresh()
+    norm(x, weight)
+    assert found.slow == 1 and found.launches[0][0][1] == DEVICE + 1 and found.launches[0][3] == 105
+
+
+def test_divisibility_is_part_of_what_is_bound(fake: FakeDriver) -> None:
+    """Widths of 64 and of 72 are other compilations (16 divides one of them): each layout has its own."""
+    for width in (64, 72, 64, 72):
+        found = fake.fresh()
+        norm(torch.ones(4, width), torch.ones(width))
+        slow = fake.fresh()
+        with admitted.apart():
+            norm(torch.ones(4, width), torch.ones(width))
+        assert found.launches[0][0] == slow.launches[0][0]
+    assert found.slow == 0
+
+
+def test_roles_and_dtypes_that_a_key_does_not_know_go_through_triton(fake: FakeDriver) -> None:
+    """An operator whose key forgets an optional tensor, or a dtype, is slow, never wrong."""
+    from shardwright.kernels.permute.op import launch_combine
+
+    place = torch.zeros((4, 2), dtype=torch.int32)
+    out, rows, weights = torch.empty(4, 32), torch.ones(8, 32), torch.ones(4, 2)
+
+    def combined(weights: Tensor | None, rows: Tensor = rows) -> Trace:
+        found = fake.fresh()
+        launch_combine(rows, place, weights, out, ("a key", "combine"))
+        fake.fresh()
+        return found
+
+    assert combined(weights).slow == 1 and combined(weights).slow == 0
+    other = combined(None)
+    assert other.slow == 1 and other.launches[0][0] != combined(weights).launches[0][0]
+    assert combined(weights).slow == 0
+    half = combined(weights, rows.bfloat16())
+    assert half.slow == 1 and "bf16" in half.launches[0][0][2]
+
+
+def test_hooks_that_run_before_a_kernel_are_not_passed_by(fake: FakeDriver) -> None:
+    from shardwright.kernels.rms_norm.triton import rms_norm_fwd_kernel
+
+    x, weight, called = torch.ones(4, 64), torch.ones(64), []
+    norm(x, weight)
+    rms_norm_fwd_kernel.pre_run_hooks.append(lambda *given, **named: called.append(1))
+    try:
+        norm(x, weight)
+    finally:
+        rms_norm_fwd_kernel.pre_run_hooks.clear()
+    assert called == [1]
+
+
+@pytest.mark.parametrize("error", [TypeError("function takes 12 arguments"), RuntimeError("Triton Error [CUDA]")])
+def test_what_a_launcher_refuses_goes_through_triton_and_is_said(fake: FakeDriver, error: Exception) -> None:
+    x, weight = torch.ones(4, 64), torch.ones(64)
+    norm(x, weight)
+    fake.refuses = error
+    found = fake.fresh()
+    with pytest.warns(RuntimeWarning, match="through triton from now on"):
+        norm(x, weight)
+    assert found.slow == 1 and len(found.launches) == 1 and str(error) in (bound.given_up() or "")
+    fake.refuses = None
+    found = fake.fresh()
+    norm(x, weight)
+    norm(x, weight)
+    assert found.slow == 2, "nothing is bound any more"
+
+
+def test_another_triton_binds_nothing() -> None:
+    assert bound.asked("1", "3.6.0") and not bound.asked("0", "3.6.0")
+    with pytest.warns(RuntimeWarning, match=r"triton is 3\.9\.0"):
+        assert not bound.asked("1", "3.9.0")

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="the gate's compiler is triton's")
 from shardwright.kernels.compile_gate import SHARED_LIMIT_BYTES, AnyCase, CompileReport, LaunchCase, compile_case
 from shardwright.kernels.launch import Launch
 from shardwright.kernels.launched import meta, recorded
-from shardwright.kernels.registry import OPERATORS, operator
+from shardwright.kernels.registry import OPERATORS, operator, sources
 from shardwright.kernels.rms_norm.cases import row_case
 from shardwright.kernels.rms_norm.triton import rms_norm_bwd_kernel, rms_norm_fwd_kernel
 from shardwright.schemas.errors import KernelError
@@ -41,10 +41,27 @@ def test_shipped_configurations_pass(name: str) -> None:
 @pytest.mark.parametrize("name", ["grouped_lora_mlp", "moe_layer"])
 def test_shipped_expert_products_pass(name: str) -> None:
     """The training launches with LoRA at the first benchmark size: every kernel of the path, once."""
-    suite = operator(name).load_suites()[-1]
+    suite = operator(name).load_suites()[1]
     assert "lora" in suite.bench[0].case
     cases = suite.gate_cases()
     check(case for case in cases if case.name.startswith(suite.bench[0].case))
+
+
+def test_a_biased_product_and_a_stack_gradient_pass() -> None:
+    """Of the launches with biases on a base that learns, those that no other case compiles."""
+    cases = operator("moe_layer").load_suites()[2].gate_cases()
+    new = [c for c in cases if c.kernel.fn.__name__ == "stack_grad_kernel" or biased(c)]
+    assert {case.kernel.fn.__name__ for case in new} >= {
+        "stack_grad_kernel",
+        "hopper_product_kernel",
+        "activation_bwd_kernel",
+    }
+    check(new)
+
+
+def biased(case: AnyCase) -> bool:
+    names = list(case.kernel.arg_names)
+    return "BIAS" in names and bool(case.constants.get((names.index("BIAS"),)))
 
 
 def test_a_recorded_launch_is_the_one_that_runs() -> None:
@@ -99,6 +116,13 @@ def test_a_spilling_configuration_is_refused() -> None:
 def test_too_much_shared_memory_is_refused() -> None:
     report = CompileReport("wide", 32, SHARED_LIMIT_BYTES + 1, 0, 0, 1)
     assert "shared memory" in report.complaint
+
+
+def test_e3_no_loop_asks_the_compiler_to_specialise_its_warps() -> None:
+    """``tl.range(warp_specialize=True)`` crashes or gives wrong numbers around products of pointer loads; kernels
+    whose warps specialise say so themselves, in Gluon."""
+    for name in OPERATORS:
+        assert not [path for path in sources(name) if "warp_specialize=" in path.read_text()]
 
 
 def test_a_kernel_that_does_not_compile_is_named() -> None:

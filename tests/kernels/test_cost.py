@@ -69,27 +69,44 @@ def test_every_pass_is_counted_and_moves_no_less_than_its_floor(name: str, at: i
         suite.cost(**shape, dtype="float32")
 
 
+SIZES = {
+    "128e8": (8192, 8, 128, 2048, 768),
+    "896e16": (8192, 16, 896, 2048, 2048),
+    "k3-ep64": (65534, 1, 14, 3584, 3072),
+}
+"""Metadata in one launch after the ranks, in three, and none: rows that were received."""
+
+
 @pytest.mark.parametrize("r", [0, 16])
-def test_launches_of_the_moe_layer_are_those_that_happen(r: int) -> None:
-    """The layer is kernels of ours only: counted launches are the recorded ones, forward and backward."""
+@pytest.mark.parametrize("name", SIZES)
+def test_launches_of_experts_are_those_that_happen(name: str, r: int) -> None:
+    """Experts are kernels of ours only: counted launches are the recorded ones, forward and backward.
+
+    With learning routing weights too: their gradient rides on the sum to tokens.
+    """
     pytest.importorskip("triton", reason="launches are triton's")
-    from shardwright.kernels.grouped_lora_mlp.op import Adapter
+    from shardwright.kernels.grouped_lora_mlp.cost import cost as grouped_cost
+    from shardwright.kernels.grouped_lora_mlp.op import Adapter, grouped_lora_mlp
     from shardwright.kernels.launched import meta, recorded
     from shardwright.kernels.moe_layer.cost import cost as moe_cost
     from shardwright.kernels.moe_layer.op import moe_layer
 
-    T, K, E, H, I = 8192, 8, 128, 2048, 768
+    T, K, E, H, I = SIZES[name]
     up = low = None
     if r:
         shapes = ((E, r, H), (E, 2 * I, r), (E, r, I), (E, H, r))
         a, b, c, d = (meta(shape, learns=True) for shape in shapes)
         up, low = Adapter(a, b, 0.5), Adapter(c, d, 0.5)
-    found = moe_cost(T, K, E, H, I, "bfloat16", r=r)
+    x, stacks = meta((T, H), learns=True), (meta((E, 2 * I, H)), meta((E, H, I)))
     forward: list[str] = []
     backward: list[str] = []
-    ids, weights = meta((T, K), torch.int64), meta((T, K))
     with recorded(log=forward):
-        y = moe_layer(meta((T, H), learns=True), ids, weights, meta((E, 2 * I, H)), meta((E, H, I)), up=up, low=low)
+        if name == "k3-ep64":
+            found = grouped_cost(T, E, H, I, "bfloat16", r=r)
+            y = grouped_lora_mlp(x, meta((E,), torch.int32), *stacks, up=up, low=low)
+        else:
+            found = moe_cost(T, K, E, H, I, "bfloat16", r=r)
+            y = moe_layer(x, meta((T, K), torch.int64), meta((T, K), learns=True), *stacks, up=up, low=low)
     with recorded(log=backward):
         y.backward(torch.empty_like(y))
     assert found.backward is not None

@@ -8,6 +8,7 @@ Legend: T queries, S keys, H heads, G key heads, V latent width, R rotated width
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="kernels need triton")
 
@@ -29,8 +31,10 @@ if INTERPRETED:
 
     interpreter.install()
 
-from shardwright.kernels.dsa.attention import cases, configs, launches, op  # noqa: E402
+from shardwright.kernels.dsa.attention import cases, configs, launches, registered  # noqa: E402
 from shardwright.kernels.dsa.attention.backward_triton import permute_kernel  # noqa: E402
+from shardwright.kernels.dsa.attention.compute import compute_backward, compute_forward  # noqa: E402
+from shardwright.kernels.dsa.attention.configs import RUN_BYTES  # noqa: E402
 from shardwright.kernels.dsa.attention.cost import pairs  # noqa: E402
 from shardwright.kernels.dsa.attention.op import dsa_attention, sparse_gqa_attention  # noqa: E402
 from shardwright.kernels.dsa.attention.problem import Problem  # noqa: E402
@@ -320,14 +324,14 @@ def test_the_registered_way_gives_the_same_bits() -> None:
     gate, leaves = normal(T, H, V, seed=8).requires_grad_(), latents()
     short = gradients(lambda *x: dsa_attention(*x[:4], index, x[4], scale=SCALE), [*leaves, gate])
 
-    def registered(*x: Tensor) -> tuple[Tensor, Tensor]:
+    def long(*x: Tensor) -> tuple[Tensor, Tensor]:
         settings = (None, SCALE, 1, False, True, True)
-        o, lse, _, _ = op.dsa_attention_forward(
+        o, lse, _, _ = registered.dsa_attention_forward(
             x[0], x[1], x[2][:, None], x[3][:, None], None, x[4], None, index[:, None], *settings
         )
         return o, lse
 
-    traced = gradients(registered, [*leaves, gate])
+    traced = gradients(long, [*leaves, gate])
     assert all(torch.equal(a, b) for a, b in zip(short, traced, strict=True))
 
 
@@ -417,3 +421,66 @@ def test_bad_input_is_refused_with_its_code(bad: Any) -> None:
     with pytest.raises(KernelError) as caught:
         bad.call()
     assert caught.value.code == f"kernel/{bad.code}" and caught.value.where == "dsa_attention"
+
+
+class Allocated(TorchDispatchMode):
+    """Most bytes alive at once of the tensors that are made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[-1]
+        if isinstance(out, Tensor) and name.startswith(("empty", "new_", "zeros", "full", "clone", "_to_copy")):
+            size = out.numel() * out.element_size()
+            self.alive += size
+            self.most = max(self.most, self.alive)
+            weakref.finalize(out, self._freed, size)
+        return out
+
+    def _freed(self, size: int) -> None:
+        self.alive -= size
+
+
+@outside
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_memory_is_linear_in_tokens(deterministic: bool) -> None:
+    """Nothing of [T, S] and nothing of [T, K, width]: twice the tokens need at most twice the bytes, full size."""
+    made = []
+    for T in (16_384, 32_768):
+        parts = [meta(size) for size in ((T, 64, 512), (T, 64, 64), (T, 1, 512), (T, 1, 64))]
+        index = meta((T, 1, 2048), torch.int32)
+        p = Problem(*parts, None, index, None, None, None, 0.1, 1)
+        with recorded(), Allocated() as allocated:
+            found = compute_forward(p, True, False)
+            compute_backward(p, meta((T, 64, 512)), found.lse, found.o, found.low, deterministic)
+        made.append(allocated.most)
+        ours = 2 * T * 64 * (5 * 512 + 3 * 64) + 16 * T * 576 + 8 * T * 64
+        assert allocated.most <= ours + 2 * RUN_BYTES
+    assert made[0] > 1 << 30 and made[1] <= 2.02 * made[0]
+
+
+@inside
+@pytest.mark.parametrize("heads", [16, 48, 128])
+def test_head_counts_of_the_contract(heads: int) -> None:
+    """From 16 to 128 heads on one key head, also where they are no power of two."""
+    leaves = latents(H=heads, T=3, S=6)
+    agree(leaves, picked([[0, 2, -1], [1, -1, -1], [5, 0, 3]]))
+
+
+@inside
+@pytest.mark.parametrize("B", [1, 8, 16, 32, 64])
+def test_a_row_whose_only_key_is_its_own(B: int) -> None:
+    """One key has all the share: the output is its value, and the queries' gradient is exactly 0."""
+    T = 3
+    leaves = latents(T=T, S=T)
+    index = torch.tensor([[0, -1]] * T, dtype=torch.int32) if B > 1 else torch.tensor([[t, -1] for t in range(T)])
+    first = torch.arange(T)
+    bounds = torch.stack([first, first + 1], 1).to(torch.int32)
+    o, _ = dsa_attention(*leaves, index.to(torch.int32), scale=SCALE, block_size=B, bounds=bounds)
+    torch.testing.assert_close(o, leaves[2].detach()[:, None].expand_as(o), rtol=1e-6, atol=1e-6)
+    dq, dr, dlatent, _ = torch.autograd.grad(o, leaves, torch.ones_like(o))
+    assert float(dq.abs().max()) < 1e-6 and float(dr.abs().max()) < 1e-6
+    torch.testing.assert_close(dlatent, torch.full_like(dlatent, float(leaves[0].shape[1])), rtol=1e-5, atol=1e-5)

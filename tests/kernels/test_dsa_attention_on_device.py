@@ -20,7 +20,7 @@ pytestmark = [
     ),
 ]
 
-from shardwright.kernels.dsa.attention import cases, hopper_launch  # noqa: E402
+from shardwright.kernels.dsa.attention import cases, hopper_launch, inputs  # noqa: E402
 from shardwright.kernels.dsa.attention.op import dsa_attention  # noqa: E402
 from shardwright.kernels.dsa.attention.reference import dsa_attention_reference  # noqa: E402
 from shardwright.kernels.dsa.attention.visibility import bounds_of  # noqa: E402
@@ -39,21 +39,21 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.mark.parametrize("gate", ["", "head", "value"])
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("kind", [cases.CAUSAL, cases.SHARED, cases.HOLES])
+@pytest.mark.parametrize("kind", [inputs.CAUSAL, inputs.SHARED, inputs.HOLES])
 @pytest.mark.parametrize("documents", [False, True])
 def test_values_and_gradients(hopper: bool, gate: str, sinks: bool, kind: int, documents: bool) -> None:
     shape = {"T": T, "H": H, "S": S, "K": K, "V": 512, "R": 64, "kind": kind}
-    *parts, index = cases.latent_inputs(shape, torch.bfloat16, "cuda", 3)
+    *parts, index = inputs.latent_inputs(shape, torch.bfloat16, "cuda", 3)
     more: dict[str, Any] = {}
     if documents:
         more["bounds"] = bounds_of(T, "cuda", [0, 100, S], first_query=S - T)
     leaves = [part.requires_grad_() for part in parts]
     if gate:
-        gates = cases.draw((T, H, 512) if gate == "value" else (T, H), torch.bfloat16, "cuda", 9)
+        gates = inputs.draw((T, H, 512) if gate == "value" else (T, H), torch.bfloat16, "cuda", 9)
         leaves.append(gates.requires_grad_())
     if sinks:
-        leaves.append(cases.draw((H,), torch.float32, "cuda", 10).requires_grad_())
-    dy = cases.draw((T, H, 512), torch.bfloat16, "cuda", 11)
+        leaves.append(inputs.draw((H,), torch.float32, "cuda", 10).requires_grad_())
+    dy = inputs.draw((T, H, 512), torch.bfloat16, "cuda", 11)
 
     def run(call: Any, given: list[Tensor], **settings: Any) -> list[Tensor]:
         own = [x.detach().clone().requires_grad_() for x in given]
@@ -73,15 +73,15 @@ def test_values_and_gradients(hopper: bool, gate: str, sinks: bool, kind: int, d
 @pytest.mark.parametrize("B", [8, 16, 32, 64])
 def test_blocks_of_keys(B: int) -> None:
     shape = {"T": T, "H": H, "S": S, "K": 2, "V": 512, "R": 64}
-    *parts, _ = cases.latent_inputs(shape, torch.bfloat16, "cuda", 3)
+    *parts, _ = inputs.latent_inputs(shape, torch.bfloat16, "cuda", 3)
     at = torch.arange(S - T, S, device="cuda") // B
-    index = cases.selection(at, -(-S // B), 3, cases.CAUSAL, 5)
+    index = inputs.selection(at, -(-S // B), 3, inputs.CAUSAL, 5)
     settings: dict[str, Any] = {"scale": 0.04, "block_size": B, "bounds": bounds_of(T, "cuda", first_query=S - T)}
 
     def run(call: Any, given: list[Tensor]) -> list[Tensor]:
         own = [x.detach().clone().requires_grad_() for x in given]
         o, _ = call(*own, index, **settings)
-        return [o.detach(), *torch.autograd.grad(o, own, cases.draw((T, H, 512), torch.bfloat16, "cuda", 4).to(o))]
+        return [o.detach(), *torch.autograd.grad(o, own, inputs.draw((T, H, 512), torch.bfloat16, "cuda", 4).to(o))]
 
     found, eager = run(dsa_attention, parts), run(dsa_attention_reference, parts)
     exact = run(dsa_attention_reference, [part.double() for part in parts])
@@ -93,7 +93,7 @@ def test_memory_grows_no_faster_than_tokens() -> None:
     """Nothing of [T, S] and nothing of [T, K, width]: twice the tokens need at most twice the memory."""
     peaks = []
     for tokens in (4096, 8192):
-        *parts, index = cases.latent_inputs(cases.full(tokens, H), torch.bfloat16, "cuda", 3)
+        *parts, index = inputs.latent_inputs(cases.full(tokens, H), torch.bfloat16, "cuda", 3)
         leaves = [part.requires_grad_() for part in parts]
 
         def run(leaves: list[Tensor] = leaves, index: Tensor = index) -> None:

@@ -32,9 +32,9 @@ if INTERPRETED:
 
 from shardwright.kernels.dsa.attention.choose import MEASURED, between, choose, crossover, times  # noqa: E402
 from shardwright.kernels.dsa.attention.context import gather_keys  # noqa: E402
-from shardwright.kernels.dsa.attention.gated_mla import gated_mla_attention, sigmoid_gate  # noqa: E402
 from shardwright.kernels.dsa.attention.reference import dsa_attention_reference  # noqa: E402
 from shardwright.kernels.dsa.attention.visibility import bounds_of  # noqa: E402
+from shardwright.kernels.dsa.dense import gated_mla_attention, sigmoid_gate  # noqa: E402
 from shardwright.kernels.verify import relative_error  # noqa: E402
 from shardwright.schemas.errors import KernelError  # noqa: E402
 

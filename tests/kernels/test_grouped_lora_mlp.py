@@ -29,11 +29,12 @@ if INTERPRETED:
 
     from shardwright.kernels.grouped_lora_mlp import cases
     from shardwright.kernels.grouped_lora_mlp.contract import Activation, Kind, Layout
-    from shardwright.kernels.grouped_lora_mlp.launches import launch_adapter_grad, launch_product, launch_shrink
+    from shardwright.kernels.grouped_lora_mlp.launches import launch_product
+    from shardwright.kernels.grouped_lora_mlp.lora_launch import Side, launch_adapter_grad, launch_shrink
     from shardwright.kernels.grouped_lora_mlp.op import grouped_lora_mlp
     from shardwright.kernels.grouped_lora_mlp.reference import grouped_lora_mlp_reference
-    from shardwright.kernels.grouped_lora_mlp.rows import Rows
-    from shardwright.kernels.permute.op import make_tiles
+    from shardwright.kernels.grouped_lora_mlp.rows import Product, Rows
+    from shardwright.kernels.permute.tiles import make_tiles
     from shardwright.kernels.verify import verify_case, verify_repeats
     from shardwright.schemas.errors import KernelError
 
@@ -92,13 +93,13 @@ def test_sums_in_fp32_are_cut_into_chains(kernel: str, large: int) -> None:
     terms[0] = wide
     if kernel == "adapter gradient":
         rows, out = Rows(depth, make_tiles(torch.tensor([depth]), depth)), torch.empty(1, 16, 4)
-        launch_adapter_grad("", terms[:, None].expand(depth, 16).contiguous(), torch.ones(depth, 4), rows, False, None,
-                            out, 4, 1)  # fmt: skip
+        side = Side(terms[:, None].expand(depth, 16).contiguous(), torch.ones(depth, 4), False, out)
+        launch_adapter_grad("", side, rows, None, 4, 1)
     else:
         rows, out = Rows(5, make_tiles(torch.tensor([5]), 5)), torch.empty(5, 16)
         x, w = terms.expand(5, depth).contiguous(), torch.ones(1, 16, depth)
         if kernel == "product":
-            launch_product("", x, w, True, rows, None, out)
+            launch_product("", Product(x, w, True, rows), out)
         else:
             launch_shrink("", x, w, 1, depth, 1.0, rows, False, out)
     lost = wide + depth - 1 - out.double()

@@ -76,6 +76,26 @@ def test_rows_and_gradients(hopper: bool, rank: int, order: str, kind: str, inte
     assert not y[sum(COUNTS) :].any() and not found[0][sum(COUNTS) :].any()
 
 
+@pytest.mark.parametrize(("rank", "order", "interleaved"), [(0, "out_in", False), (16, "in_out", True)])
+def test_biases(hopper: bool, rank: int, order: str, interleaved: bool) -> None:
+    """Both products' epilogues add the bias of their own columns, ragged ones too."""
+    torch.manual_seed(rank + 3)
+    x, counts = draw(sum(COUNTS), H), torch.tensor(COUNTS, device="cuda")
+    gate_up, down, up_bias, down_bias = draw(E, 2 * I, H) / H**0.5, draw(E, H, I) / I**0.5, draw(E, 2 * I), draw(E, H)
+    if order == "in_out":
+        gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
+    low = (draw(E, rank, I) / I**0.5, draw(E, H, rank), 0.25) if rank else None
+    how = Activation("clamped_swiglu", (7.0, 1.7, 1.0)), Layout(order, interleaved)  # type: ignore[arg-type]
+    biases = {"up_bias": up_bias, "down_bias": down_bias}
+    y = grouped_lora_mlp(
+        x, counts, gate_up, down, low=None if low is None else Adapter(*low), activation=how[0], layout=how[1], **biases
+    )
+    wide = [tensor.double() for tensor in (x, gate_up, down, up_bias, down_bias)]
+    pair = None if low is None else (low[0].double(), low[1].double(), low[2])
+    truth = grouped_lora_mlp_reference(wide[0], counts, wide[1], wide[2], None, pair, *how, wide[3], wide[4])
+    assert float((y.double() - truth).norm() / truth.norm()) < 1.2e-2
+
+
 def test_same_bits_every_run(hopper: bool) -> None:
     x, gate_up, down = draw(sum(COUNTS), H), draw(E, 2 * I, H), draw(E, H, I)
     counts = torch.tensor(COUNTS, device="cuda")

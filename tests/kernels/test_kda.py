@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +18,35 @@ H200_BYTES_PER_S = 4.3e12
 def test_interpreted(interpret: Callable[[str], None]) -> None:
     pytest.importorskip("triton")
     interpret("checks_kda.py")
+
+
+@pytest.mark.slow
+def test_addresses(interpret: Callable[[str], None]) -> None:
+    pytest.importorskip("triton")
+    interpret("checks_kda_addresses.py")
+
+
+@pytest.mark.slow
+def test_neighbours(interpret: Callable[[str], None]) -> None:
+    pytest.importorskip("triton")
+    interpret("checks_delta_neighbours.py")
+
+
+def test_layers_of_models(interpret: Callable[[str], None]) -> None:
+    pytest.importorskip("triton")
+    interpret("checks_delta_model.py")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_sequence_over_ranks_is_the_sequence(ranks: int) -> None:
+    """Outputs and every gradient of every rank against one rank, over gloo."""
+    pytest.importorskip("triton")
+    script = Path(__file__).parent / "ranks" / "kda_context.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = ["timeout", "-k", "5", "240", *torchrun, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def test_floors_of_the_stated_case() -> None:
@@ -32,7 +65,17 @@ def test_counted_traffic_in_widths() -> None:
     width = 32768 * 32 * 128 * 2
     assert found.backward is not None and found.saved_bytes == width
     forward, backward = ((p.bytes_read + p.bytes_written) / width for p in (found.forward, found.backward))
-    assert (forward, backward) == pytest.approx((20.0, 53.5), abs=0.5)
+    assert (forward, backward) == pytest.approx((20.0, 54.0), abs=0.5)
+
+
+def test_what_is_kept_saves_traffic_and_launches() -> None:
+    """Some 57 widths in place of 74 for both passes, 3 + 5 launches in place of 3 + 8, for 9 widths of memory."""
+    plain, kept = (cost(32768, 32, 128, 128, "bfloat16", keep=keep) for keep in (False, True))
+    width = 32768 * 32 * 128 * 2
+    assert plain.backward is not None and kept.backward is not None
+    assert (plain.total_bytes() / width, kept.total_bytes() / width) == pytest.approx((74.0, 56.5), abs=0.5)
+    assert (plain.backward.launches, kept.backward.launches) == (8, 5)
+    assert (kept.saved_bytes - plain.saved_bytes) / width == pytest.approx(9.0, abs=0.1)
 
 
 def test_documents_add_their_last_chunks() -> None:

@@ -71,6 +71,8 @@ def test_c2_the_reported_counts_give_zero_gradients_for_empty_experts() -> None:
             low=Adapter(c, d, 0.5),
         )
         found = torch.autograd.grad(y.sum(), (a, b, c, d))
+        stacks = [draw(*shape, seed=7 + at, learns=True) for at, shape in enumerate(((E, 2 * I, H), (E, H, I)))]
+        found += torch.autograd.grad(grouped_lora_mlp(x, counts, *stacks, trains_base=True).sum(), stacks)
     for gradient in found:
         assert gradient[[1, 4]].abs().sum() == 0 and gradient.isfinite().all()
         assert all(gradient[e].abs().sum() > 0 for e in (0, 2, 3, 5))

@@ -154,7 +154,7 @@ def test_no_pass_moves_less_than_its_floor(
 def test_programs_are_shared_fairly(queries: int, keys: int, programs: int) -> None:
     """At least one each, never more than there are tiles, and a share of both in proportion."""
     pytest.importorskip("triton")
-    from shardwright.kernels.qk_norm_rope.op import share
+    from shardwright.kernels.qk_norm_rope.launches import share
 
     first, second = share((queries, keys), programs)
     assert 1 <= first <= queries and 1 <= second <= keys

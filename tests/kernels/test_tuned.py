@@ -201,8 +201,20 @@ def test_the_expert_products_ask_for_what_is_tuned() -> None:
     tuned.forget()
     with tuned.on("nvidia-none"):
         for size in tuning.SIZES:
-            cases.launched("", size)
+            cases.launched("", {**size, "r": tuning.RANK})
         asked = {(found.kernel, found.bucket) for found in tuned.decisions() if found.op == "grouped_lora_mlp"}
     keys = {(case.kernel, case.bucket) for case in tuning.tune_cases()}
-    assert keys <= asked and {kernel for kernel, _ in keys} == {"way", "product"}
+    assert keys <= asked and {kernel for kernel, _ in keys} == {"way", "product", "adapter_grads"}
+    tuned.forget()
+
+
+def test_routings_ask_for_what_is_tuned() -> None:
+    from shardwright.kernels.permute import cases, tuning
+
+    tuned.forget()
+    with tuned.on("nvidia-none"):
+        for T, K, E in tuning.SIZES:
+            cases.launched(T, K, E, 64)
+        asked = {(found.kernel, found.bucket) for found in tuned.decisions() if found.op == "permute"}
+    assert {(case.kernel, case.bucket) for case in tuning.tune_cases()} <= asked
     tuned.forget()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +16,22 @@ from torch import Tensor
 pytest.importorskip("triton", reason="suites name triton kernels")
 
 from shardwright.kernels import suite as command
+from shardwright.kernels import verify_jobs
 from shardwright.kernels.bench import Ceilings, floor_of, keep_line
 from shardwright.kernels.cases import OpSuite
 from shardwright.kernels.registry import operator
 from shardwright.kernels.suite import bench_table, main, verify_table
 from shardwright.kernels.verify import VerifyResult, poisoned_memory, verify_case, verify_repeats
-from shardwright.kernels.verify_jobs import FAR, REST, Part, broken, default_jobs, parts, verify_in_jobs
+from shardwright.kernels.verify_jobs import (
+    FAR,
+    REST,
+    Part,
+    broken,
+    default_jobs,
+    parts,
+    verify_in_jobs,
+    verify_parts,
+)
 from shardwright.schemas.bench import BenchLine
 from shardwright.schemas.errors import KernelError
 
@@ -217,6 +230,30 @@ def test_a_part_without_an_answer_is_wrong_and_the_others_go_on() -> None:
     found = verify_in_jobs(["rms_norm"], "cpu", 2, ended.append)
     assert list(found) == list(parts(["rms_norm"], "cpu")) and len(ended) == len(found) == 4
     assert all(not result.ok and "KernelError" in result.detail for results in found.values() for result in results)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_late_verification_begins_no_more_and_keeps_what_it_has(jobs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the first part still runs: what ended beside it is kept, and no other begins."""
+    work, kept = parts(["rms_norm", "add_rms_norm"], "cpu"), list[Part]()
+    others_ended = threading.Event()
+
+    def run(part: Part, device: str) -> list[VerifyResult]:
+        if jobs > 1 and part != work[1]:
+            assert others_ended.wait(30)
+            time.sleep(0.1)
+        return broken(part, RuntimeError("rehearsal"))
+
+    def keep(part: Part, results: list[VerifyResult]) -> None:
+        kept.append(part)
+        others_ended.set()
+
+    monkeypatch.setattr(verify_jobs, "run_part", run)
+    monkeypatch.setattr(verify_jobs, "processes", lambda workers: ThreadPoolExecutor(workers))
+    monkeypatch.setattr(verify_jobs, "POLL_S", 0.01)
+    found = verify_parts(work, "cpu", jobs, lambda text: None, keep=keep, late=lambda: len(kept) > 0)
+    assert set(kept) == set(found) and 0 < len(found) < len(work)
+    assert list(found) == [part for part in work if part in found] and (jobs > 1) == (kept[0] != work[0])
 
 
 def test_what_is_right_is_timed_beside_what_is_wrong(

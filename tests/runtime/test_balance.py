@@ -59,6 +59,29 @@ def test_the_measured_load_sets_the_strength() -> None:
     assert strength(torch.tensor([90, 0, 0, 0]), 1.1) == STRONGEST
 
 
+def test_the_coefficient_follows_the_loads_of_the_steps_before() -> None:
+    """Same tokens, same weights: a step's loss is its strength times the loss without a schedule."""
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(5))
+
+    def loss(target: str, rows: list[int] | None) -> float:
+        block, meter = Block(), LoadMeter()
+        if rows is not None:
+            meter.total["experts"] = torch.tensor(rows)
+        spec = BalanceSpec.model_validate({"auxiliary": "1", "target_load": target})
+        balancer = Balancer(block, ("experts",), spec, meter, share=1.0, sequence_tokens=8)
+        with meter.record():
+            block(x)
+        taken = balancer.take()
+        assert taken is not None
+        return float(taken)
+
+    plain = loss("0", [6, 2, 2, 2])
+    assert plain > 0 and loss("2", None) == pytest.approx(plain), "before the first step nothing is measured"
+    assert loss("3", [6, 2, 2, 2]) == pytest.approx(plain / 2)
+    assert loss("2", [9, 1, 1, 1]) == pytest.approx(2 * plain)
+    assert loss("2", [3, 3, 3, 3]) == 0.0
+
+
 class Block(nn.Module):
     """A projection, a router and experts that give back what they get."""
 

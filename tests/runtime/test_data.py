@@ -15,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.checkpoints.config import read_config
-from shardwright.runtime.data import Batches, cut, load_sequences, read_texts, tokenise
+from shardwright.runtime.batches import Batches
+from shardwright.runtime.data import cut, load_sequences
+from shardwright.runtime.texts import read_texts, tokenise
 from shardwright.schemas.errors import RecipeError
 from shardwright.schemas.recipe import DataSpec, Recipe
 
@@ -113,6 +115,12 @@ def test_wrong_tokenizer_is_refused(tiny: Any) -> None:
     config.text["vocab_size"] = 50
     with pytest.raises(RecipeError, match=r"the tokenizer gives id .* the model knows 50"):
         tokenise(["zzz"], tiny.checkpoint, config, "here")
+
+
+def test_texts_without_a_token_are_refused(tiny: Any) -> None:
+    with pytest.raises(RecipeError, match="no-tokens") as caught:
+        tokenise(["", ""], tiny.checkpoint, read_config(tiny.checkpoint), "train.jsonl")
+    assert caught.value.where == "train.jsonl"
 
 
 def test_cache_is_used_and_follows_its_inputs(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

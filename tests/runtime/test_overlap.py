@@ -1,14 +1,24 @@
-"""A profiler's timeline over gloo: rows of one chunk travel while another's experts compute."""
+"""A profiler's timeline over gloo: rows travel while another chunk's experts, or the shared expert, compute."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def spans(trace: Path) -> list[tuple[float, float, str]]:
+    """(start, end, name) of a timeline, by start."""
+    events = [one for one in json.loads(trace.read_text())["traceEvents"] if one.get("ph") == "X"]
+    return sorted((one["ts"], one["ts"] + one["dur"], one["name"]) for one in events)
 
 
 def test_exchanges_lie_under_computation(tmp_path: Path) -> None:
@@ -22,6 +32,24 @@ def test_exchanges_lie_under_computation(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert found["rival_value"] > 0.99 > 0.9 > found["ours"] > 0
-    events = json.loads((tmp_path / "rank0-chunks4.json").read_text())["traceEvents"]
-    moving = [one for one in events if one.get("name", "").startswith("gloo:all_to_all") and "dur" in one]
+    moving = [one for one in spans(tmp_path / "rank0-chunks4.json") if one[2].startswith("gloo:all_to_all")]
     assert len(moving) == 1 + 4 * 4, "one exchange of counts; four of rows for each chunk, there and back, twice"
+
+
+def test_the_shared_expert_lies_under_the_dispatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward: between the start of the dispatch and its wait. Backward: between start and wait of its gradient."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    overlap: Any = importlib.import_module("overlap")
+    overlap.measure(1024, 1, "under", 1, tmp_path)
+    for rank in (0, 1):
+        timeline = spans(tmp_path / f"rank{rank}-chunks1under.json")
+        starts, waits = ([one for one in timeline if one[2] == name] for name in ("_Start", "experts:wait"))
+        (shared,) = [one for one in timeline if one[2] == "experts:shared"]
+        assert starts[0][1] <= shared[0] < shared[1] <= waits[0][0]
+        moving = [one for one in timeline if one[2].startswith("gloo:all_to_all")]
+        assert len(moving) == 1 + 4 and moving[1][0] < shared[1], "the dispatch began before the shared expert ended"
+        leaves = [one for one in timeline if one[2] == "_FinishBackward"][-1]
+        arrives = [one for one in timeline if one[2] == "_StartBackward"][-1]
+        between = [one for one in timeline if leaves[1] <= one[0] and one[1] <= arrives[0] and one[2] == "MmBackward0"]
+        assert len(between) == 2, "both products of the shared expert run backward while the gradient travels"

@@ -78,7 +78,8 @@ def test_one_rank_equals_plain_training(one_rank: dict[str, Any], tiny: Any, mak
     """Five steps of torch's own AdamW on the plain reference model give the same losses."""
     import torch
 
-    from shardwright.runtime.data import Batches, load_sequences
+    from shardwright.runtime.batches import Batches
+    from shardwright.runtime.data import load_sequences
     from shardwright.runtime.files import open_files
     from shardwright.runtime.lora.init import initial_box
     from shardwright.runtime.lora.inject import adapter_names, adapter_shapes

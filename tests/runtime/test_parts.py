@@ -259,7 +259,7 @@ def test_step_checks_see_what_they_are_for() -> None:
     before = {"experts.up_lora_b": torch.zeros(2, 3, 1)}
 
     def now(values: torch.Tensor) -> dict[str, Any]:
-        owned = SimpleNamespace(local=lambda: values, expert=True, box=((2, 4), (0, 3), (0, 1)))
+        owned = SimpleNamespace(local=lambda: values, expert=True, numbers=(2, 3))
         return {"experts.up_lora_b": owned}
 
     loads = {"experts": torch.tensor([9, 9, 5, 0])}

@@ -45,5 +45,5 @@ def test_static_and_gathered_bytes_are_the_cost_models(checkpoint: Path, shard: 
     static = model["frozen_base"] + model["adapter_parameters"]
     assert found["sharded"] == pytest.approx(static, rel=0.005)
     least = model["gathered_root"] + model["gather_buffers"] / 2
-    most = model["gathered_root"] + model["gather_buffers"] + model["gather_staging"]
+    most = model["gathered_root"] + model["gather_buffers"] + max(model["gather_staging"], model["gathered_root"])
     assert 0.95 * least <= found["gathered"] <= 1.05 * most

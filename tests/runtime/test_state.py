@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from shardwright.runtime import state, state_folder
+from shardwright.runtime.batches import Batches
 from shardwright.runtime.checks.step import digests
-from shardwright.runtime.data import Batches, load_sequences
+from shardwright.runtime.data import load_sequences
 from shardwright.runtime.device import open_device
 from shardwright.runtime.failure import clear_failure, read_failure
 from shardwright.runtime.launch.process import RunLock

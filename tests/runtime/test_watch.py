@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,16 +10,19 @@ import pytest
 import torch
 from torch import nn
 
+from shardwright.checkpoints.targets import parameter_shapes
+from shardwright.runtime.batches import Batches
 from shardwright.runtime.checks.documents import documents_apart
-from shardwright.runtime.checks.memory import nearest_alternative, out_of_memory
+from shardwright.runtime.checks.dtypes import require_one_trainable_dtype
+from shardwright.runtime.checks.memory import memory_guard, nearest_alternative, out_of_memory
 from shardwright.runtime.checks.step import gradients_present
 from shardwright.runtime.checks.triage import where_not_finite
-from shardwright.runtime.checks.watch import Watch, hot_experts
-from shardwright.runtime.data import Batches
+from shardwright.runtime.checks.watch import AGREE_EVERY, Watch, hot_experts
 from shardwright.runtime.device import Device
 from shardwright.runtime.ownership import Owned
 from shardwright.runtime.train import Gradient
 from shardwright.schemas.cost import MemoryComponent, MemoryReport
+from shardwright.schemas.errors import LegalityError, RunError
 from shardwright.schemas.plan import Alternative
 from shardwright.schemas.run import StepMetric
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
@@ -135,6 +139,49 @@ def test_a_state_that_crosses_a_border_fails() -> None:
     assert found.passed
 
 
+def test_every_so_many_steps_base_and_replicas_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwright.runtime.checks import watch as watching
+
+    model = nn.Linear(3, 3)
+    adapter = nn.Parameter(torch.ones(2))
+    owned = {
+        "weight": Owned("weight", (3, 3), ((0, 3), (0, 3)), model.weight, False, None),
+        "x_lora_a": Owned("x_lora_a", (2,), ((0, 2),), adapter, False, None),
+    }
+    one = watch()
+    one.trainer = SimpleNamespace(  # type: ignore[assignment]
+        live=SimpleNamespace(model=model, parameters=owned), ranks=ONE, router_biases=dict
+    )
+    assert one.checks(AGREE_EVERY - 1) == ()
+    assert [check.passed for check in one.checks(AGREE_EVERY)] == [True]
+    adapter.data += 1
+    assert [check.passed for check in one.checks(2 * AGREE_EVERY)] == [True], "adapters may move"
+    model.weight.data[1, 1] += 1e-3
+    (found,) = one.checks(3 * AGREE_EVERY)
+    assert not found.passed and "weight" in found.evidence
+    two = SimpleNamespace(world=2, data_rank=0, sizes=Mesh(replicate=2))
+    one.trainer.ranks = two  # type: ignore[assignment]
+    monkeypatch.setattr(watching, "replicas_agree", lambda parameters, ranks: (len(parameters), ranks))
+    assert one.checks(4 * AGREE_EVERY)[1:] == ((2, two),)
+
+
+def test_two_formats_that_train_in_one_unit_are_refused_by_both_names() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    units = {"a": model["a"]}
+    require_one_trainable_dtype(units, model)
+    model["b"].to(torch.bfloat16)
+    require_one_trainable_dtype(units, model)
+    model["a"].bias = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    with pytest.raises(LegalityError, match=r"a\.weight is float32 and a\.bias is bfloat16") as caught:
+        require_one_trainable_dtype(units, model)
+    assert caught.value.code == "legality/trainable-dtypes"
+    model["a"].weight.requires_grad_(False)
+    require_one_trainable_dtype(units, model)
+    model["b"].weight.data = model["b"].weight.data.float()
+    with pytest.raises(LegalityError, match=r"b\.weight is float32 and b\.bias is bfloat16"):
+        require_one_trainable_dtype(units, model)
+
+
 def test_memory_that_runs_out_names_component_and_alternative() -> None:
     def alternative(micro: int, step_ms: float, reserved: int, feasible: bool = True) -> Alternative:
         return Alternative(
@@ -164,24 +211,70 @@ def test_memory_that_runs_out_names_component_and_alternative() -> None:
     assert nearest_alternative(plan) == options[2]
     error = out_of_memory(plan, CPU, "backward_peak", torch.OutOfMemoryError("CUDA out of memory"))
     assert error.code == "run/out-of-memory"
-    assert "activations 3.00 GiB" in error.what and "activations is what grows" in error.what
-    assert options[2].strategy.text() in error.next_action and "2.00 GiB" in error.next_action
+    assert "no component is above its prediction" in error.what and "(activations)" in error.what
+    assert options[2].strategy.text() in error.next_action and "2 GiB" in error.next_action
+    assert nearest_alternative(plan, 5 << 30) == options[1], "it must fit beside what grew"
+    grown = out_of_memory(plan, CPU, "backward_peak", torch.OutOfMemoryError("full"), {"optimizer_state": 9 << 30})
+    assert "optimizer_state grew most: 9 GiB against 0 MiB" in grown.what and "optimizer_state" in grown.where
+    assert "plan again" in grown.next_action
     evidence.alternatives = options[:1]
     assert "plan again" in out_of_memory(plan, CPU, "load", MemoryError()).next_action
 
 
-def test_the_trainer_turns_an_allocators_error_into_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_while_loading_is_the_same_error(tiny: Any, make_job: Any, strategy: Any) -> None:
+    plan = make_job(tiny, strategy()).plan
+    with pytest.raises(RunError, match=r"run/out-of-memory.*\n.*moment load"), memory_guard(plan, CPU, "load"):
+        raise MemoryError
+    with pytest.raises(ValueError, match="other"), memory_guard(plan, CPU, "load"):
+        raise ValueError("other")
+
+
+def test_what_a_real_run_holds_is_named_when_memory_runs_out(
+    tiny: Any, make_job: Any, strategy: Any, single_rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker with its own tensors is refused memory in its second step, after Adam has its moments."""
     from shardwright.runtime import train
-    from shardwright.schemas.errors import RunError
+    from shardwright.runtime.checks import memory as guard
 
-    def full(*_: Any) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    whole, calls, held = train.summed_loss, [0], [{}]
 
-    memory = SimpleNamespace(components=(), by_moment={}, peak_bytes=1, reserved_bytes=1)
-    evidence = SimpleNamespace(cost=SimpleNamespace(memory=memory), alternatives=())
-    trainer: Any = SimpleNamespace(
-        live=SimpleNamespace(model=None), device=CPU, plan=SimpleNamespace(evidence=evidence)
-    )
+    def full(*arguments: Any) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return whole(*arguments)
+
+    job = make_job(tiny, strategy())
+    base = 4 * sum(torch.Size(shape).numel() for shape in parameter_shapes(tiny.checkpoint).values())
+    adapters = 4 * sum(target.adapter_parameters for target in job.plan.decision.lora_targets)
+    true = {
+        "frozen_base": base,
+        "adapter_parameters": adapters,
+        "adapter_gradients": adapters,
+        "optimizer_state": 2 * adapters,
+    }
+    real = guard.compared
+
+    def table(**changed: int) -> MemoryReport:
+        sizes = {**true, "buffers": 1 << 20, "runtime_reserve": 64 << 30, **changed}
+        parts = tuple(
+            MemoryComponent(name=name, bytes=size, moments=("forward_peak",), formula="x", origin="modelled")
+            for name, size in sizes.items()
+        )
+        return job.plan.evidence.cost.memory.model_copy(update={"components": parts})
+
+    def compared(memory: MemoryReport, moment: Any, found: dict[str, int], in_use: int) -> Any:
+        held[0] = found
+        return real(table(optimizer_state=adapters), moment, found, in_use)
+
     monkeypatch.setattr(train, "summed_loss", full)
-    with pytest.raises(RunError, match="out-of-memory"):
-        train.Trainer._one_micro_batch(trainer, torch.zeros(1, 2), 1)
+    monkeypatch.setattr(guard, "compared", compared)
+    assert single_rank(job) != 0 and job.record.status == "failed" and len(job.losses) == 1
+    failure = json.loads((job.run_dir / "failure.json").read_bytes())
+    assert failure["code"] == "run/out-of-memory" and "component optimizer_state" in failure["where"], failure
+    assert "Tried to allocate" in failure["what"]
+    for name, wanted in true.items():
+        assert wanted <= held[0][name] <= wanted * 1.01, name
+    for changed, name in (({"frozen_base": base // 2}, "frozen_base"), ({"runtime_reserve": 1}, "the rest")):
+        worst = real(table(**changed), "forward_peak", held[0], 1 << 30)[0]
+        assert worst.name.startswith(name) and worst.grown > 0.4 * worst.found

@@ -10,7 +10,7 @@ from shardwright.schemas.cost import MemoryReport
 from shardwright.schemas.lora import LoraTarget
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces.cost import estimate, workload
-from shardwright.search_spaces.cost.memory import gathered_layer_bytes
+from shardwright.search_spaces.cost.memory_weights import gathered_layer_bytes
 from shardwright.search_spaces.cost.plans import plans_of
 
 GIB = 2**30

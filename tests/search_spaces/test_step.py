@@ -13,6 +13,7 @@ from shardwright.search_spaces.cost import estimate
 from shardwright.search_spaces.cost.communication import distinct_domains
 from shardwright.search_spaces.cost.fusion import FusedProviders
 from shardwright.search_spaces.cost.routing import placed_imbalance
+from shardwright.search_spaces.legality import violations
 
 
 def times(report: CostReport) -> dict[str, float]:
@@ -203,8 +204,8 @@ def size(report: CostReport, name: str) -> int:
 
 
 def test_packed_experts_are_kept_gathered_and_unpacked(build: SimpleNamespace) -> None:
-    """MXFP4 holds 4.25 bits a value of the experts; one layer is unpacked at a time."""
-    profile, recipe, cluster = build.qwen3_30b(), build.recipe_of(batch=8), build.cluster_of("h200-8")
+    """MXFP4 holds 4.25 bits a value of the experts; one layer is unpacked at a time, from 256 rows an expert on."""
+    profile, recipe, cluster = build.qwen3_30b(), build.recipe_of(batch=8, tokens=4096), build.cluster_of("h200-8")
     plain, packed = (
         estimate(profile, recipe, cluster, ParallelStrategy(mesh=Mesh(shard=8), base_format=how), ())
         for how in ("compute", "mxfp4")
@@ -212,6 +213,9 @@ def test_packed_experts_are_kept_gathered_and_unpacked(build: SimpleNamespace) -
     experts = 48 * profile.layer_kinds[0].expert_parameters
     assert size(plain, "frozen_base") - size(packed, "frozen_base") == (2 - 4.25 / 8) * experts / 8
     assert size(packed, "unpacked_layer") == 2 * profile.layer_kinds[0].expert_parameters
+    strategy = ParallelStrategy(mesh=Mesh(shard=8), base_format="mxfp4")
+    few = estimate(profile, build.recipe_of(batch=8, tokens=2048), cluster, strategy, ())
+    assert "unpacked_layer" not in {c.name for c in few.memory.components}
 
     def gathers(report: CostReport) -> float:
         return times(report)["weight_gathers_hidden"] + times(report)["weight_gathers"]
@@ -239,3 +243,24 @@ def test_measured_loads_replace_the_prior_and_placement_evens_them_out(build: Si
     plan = ParallelStrategy(mesh=Mesh(ep=8))
     prior, hot = (estimate(profile, recipe, cluster, plan, (), loads=loads) for loads in ((), (shares,)))
     assert times(hot)["experts"] > 2 * times(prior)["experts"]
+
+
+def test_a_shared_expert_under_the_dispatch_hides_no_more_than_one_exchange(build: SimpleNamespace) -> None:
+    """Four exchanges a layer and micro-batch; two of them, forward and backward, may lie behind the shared expert."""
+    sizes = dict(hidden=2048, layers=4, experts=64, top=8, width=1024, vocabulary=1000, heads=16, kv_heads=4)
+    profile = build.moe("deepseek_v3", **sizes, head_dim=128)
+    shape = profile.shape.model_copy(update={"num_shared_experts": 1})
+    profile, cluster = profile.model_copy(update={"shape": shape}), build.cluster_of("h200-8")
+    recipe, found = build.recipe_of(batch=8, tokens=4096), {}
+    for how in ("none", "shared"):
+        strategy = ParallelStrategy(mesh=Mesh(ep=8), overlap=how)
+        assert violations(profile, recipe, cluster, strategy) == ()
+        found[how] = estimate(profile, recipe, cluster, strategy, build.targets_of(profile, rank=8))
+    plain, under = times(found["none"]), times(found["shared"])
+    hidden = under["expert_all_to_all_hidden"]
+    assert plain.get("expert_all_to_all_hidden", 0.0) == 0 < hidden <= plain["expert_all_to_all"] / 2
+    assert under["expert_all_to_all"] < plain["expert_all_to_all"] - 0.8 * hidden
+    assert found["shared"].time.step_ms < found["none"].time.step_ms
+    first = build.moe("qwen2_moe", **sizes, head_dim=128).model_copy(update={"shape": shape})
+    refused = violations(first, recipe, cluster, ParallelStrategy(mesh=Mesh(ep=8), overlap="shared"))
+    assert [one.rule for one in refused] == ["overlap-needs-exchange"], "this family wants its shared expert first"

@@ -27,6 +27,7 @@ def planned(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan of tiny-moe for cpu-2, made in this process."""
     out = tmp_path_factory.mktemp("planned") / "plan.json"
     arguments = ["plan", built / "checkpoint", "-c", "cpu-2", "-r", built / "recipe.yaml", "-o", out]
+    arguments += ["--report", out.with_suffix(".html")]
     before, sys.argv = sys.argv, ["shardwright", *map(str, arguments)]
     try:
         with pytest.raises(SystemExit) as ended:
@@ -35,6 +36,14 @@ def planned(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         sys.argv = before
     assert not ended.value.code
     return out
+
+
+def test_a_plan_is_written_with_its_report(planned) -> None:
+    """The report names this plan's strategy and every decided fusion, and asks nothing of the network."""
+    page = planned.with_suffix(".html").read_text(encoding="utf-8")
+    plan = load_plan(planned)
+    assert plan.decision.strategy.text() in page and plan.hashes.decision[:12] in page
+    assert "default-src 'none'" in page and "<script" not in page and "http://" not in page and "https://" not in page
 
 
 def hub_module():

@@ -209,6 +209,17 @@ def test_the_difference_of_parent_and_child(session) -> None:
     assert differences(parent, parent) == ()
 
 
+def test_an_entry_that_one_plan_lacks_is_one_line(session) -> None:
+    whole = session.plan
+    first, *others = whole.evidence.proposals
+    less = whole.model_copy(update={"evidence": whole.evidence.model_copy(update={"proposals": tuple(others)})})
+    (only,) = [d for d in differences(whole, less) if d.field.startswith("proposals.")]
+    assert (only.section, only.field) == ("evidence", f"proposals.{first.id}")
+    assert (only.left, only.right) == (first.title, "(absent)")
+    (back,) = [d for d in differences(less, whole) if d.field.startswith("proposals.")]
+    assert (back.left, back.right) == ("(absent)", first.title)
+
+
 @pytest.mark.parametrize(
     ("values", "after"),
     [

@@ -30,7 +30,7 @@ def test_a_fork_runs_its_node_and_what_follows_and_nothing_before(tmp_path, fini
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     calls: list[str] = []
 
-    def search(*arguments):
+    def search(*arguments, **named):
         calls.append("search")
         return fakes.searched()
 

@@ -29,7 +29,7 @@ def test_structure_and_search_run_beside_each_other(tmp_path, request_of, approv
         meet.wait()
         return fakes.structured()
 
-    def search(*arguments):
+    def search(*arguments, **named):
         meet.wait()
         return fakes.searched()
 
@@ -59,7 +59,7 @@ def test_one_failing_branch_is_named_and_the_other_is_kept(tmp_path, request_of,
         time.sleep(0.2)
         return fakes.structured()
 
-    def search(*arguments):
+    def search(*arguments, **named):
         calls["search"] += 1
         if calls["search"] == 1:
             raise RunError("broken", "no disk", where="search", next_action="mend it")

@@ -14,7 +14,7 @@ from shardwright.workflows.events import read_events
 
 
 def failing(times: int, error: BaseException, calls: list[int]):
-    def search(*arguments):
+    def search(*arguments, **named):
         calls.append(1)
         if len(calls) <= times:
             raise error

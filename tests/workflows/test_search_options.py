@@ -28,7 +28,7 @@ def record(folder: Path, loads: tuple[ExpertLoad, ...]) -> Path:
 
 def test_shares_of_a_run_add_up_to_one(tmp_path: Path) -> None:
     loads = (ExpertLoad(layer="0", tokens=(3, 1, 0, 4)), ExpertLoad(layer="1", tokens=(0, 0, 0, 0)))
-    assert expert_shares(record(tmp_path, loads)) == ((0.375, 0.125, 0.0, 0.5),)
+    assert expert_shares(record(tmp_path, loads)) == ((0.375, 0.125, 0.0, 0.5), (0.25, 0.25, 0.25, 0.25))
 
 
 def test_a_run_without_loads_is_refused(tmp_path: Path) -> None:

@@ -328,7 +328,7 @@ def fake_stages(**replaced: Callable[..., object]) -> Stages:
         "profile": lambda folder: profile(),
         "targets": lambda folder, lora: (target(),),
         "structure": lambda *a: structured(),
-        "search": lambda *a: searched(),
+        "search": lambda *a, **named: searched(),
         "recertify": recertify,
         "violations": violations,
         "estimate": lambda profile, recipe, cluster, strategy, targets, fusions: cost(strategy, fusions),

@@ -16,6 +16,8 @@ from shardwright.workflows.cli.common import (
     ClusterOption,
     HeadlessOption,
     LaunchOption,
+    LlmConfigOption,
+    LlmLimitOption,
     LlmModelOption,
     LlmReplayOption,
     LlmUrlOption,
@@ -31,6 +33,7 @@ from shardwright.workflows.cli.common import (
     TimeBudgetOption,
     TimeLimitOption,
     TrialsOption,
+    TrustOption,
     limits_of,
     note,
 )
@@ -58,7 +61,10 @@ def adapt(
     llm_url: LlmUrlOption = "",
     llm_model: LlmModelOption = "",
     llm_replay: LlmReplayOption = None,
+    llm_config: LlmConfigOption = None,
+    llm_limit: LlmLimitOption = None,
     offline: OfflineOption = False,
+    trust_remote_code: TrustOption = None,
     no_cache: NoCacheOption = False,
     launch: LaunchOption = None,
     preflight: PreflightOption = False,
@@ -75,17 +81,29 @@ def adapt(
     from shardwright.workflows.cli.finish import deciders, finishing
     from shardwright.workflows.cli.launching import keep_options
     from shardwright.workflows.drive import drive
+    from shardwright.workflows.llm_options import llm_options
     from shardwright.workflows.prepare import fresh_request
     from shardwright.workflows.request import default_run_dir
     from shardwright.workflows.search_options import search_request
 
     limits, cache = limits_of(time_limit), None if no_cache else default_cache()
-    asked, words = llm_request(llm, url=llm_url, model=llm_model, replay=llm_replay, offline=offline)
+    options = llm_options(llm_config, llm_limit or ())
+    asked, words = llm_request(llm, url=llm_url, model=llm_model, replay=llm_replay, offline=offline, options=options)
     if words:
         note(words)
     rules, reviewer = deciders(headless, policy)
     search = search_request(calibration, load_profile, time_budget_s=time_budget)
-    request = fresh_request("adapt", checkpoint, cluster, recipe, trials, search=search, offline=offline, llm=asked)
+    request = fresh_request(
+        "adapt",
+        checkpoint,
+        cluster,
+        recipe,
+        trials,
+        search=search,
+        offline=offline,
+        llm=asked,
+        trust_remote_code=trust_remote_code,
+    )
     folder = run_dir or default_run_dir(request)
     keep_options(folder, launch, preflight)
     with finishing(folder, output, reports) as listener:

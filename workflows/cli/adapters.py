@@ -48,11 +48,13 @@ def export(
         return
     from shardwright.schemas.plan import load_plan
     from shardwright.workflows.lock import RunLock
+    from shardwright.workflows.remote_code import isolated
     from shardwright.workflows.request import load_request
     from shardwright.workflows.runs import demand, finish_record
     from shardwright.workflows.stages import Stages
 
-    request, stages = load_request(run_dir), Stages()
+    request = load_request(run_dir)
+    stages = isolated(Stages(), Path(request.checkpoint), request.trust_remote_code)
     plan = load_plan(run_dir / "plan.json")
     with RunLock(run_dir):
         adapter = stages.export(run_dir, Path(request.checkpoint))
@@ -71,19 +73,21 @@ def _export_other(run_dir: Path, form: Format, output: PlainOutput) -> None:
     from shardwright.runtime.export.per_expert import export_per_expert
     from shardwright.runtime.export.serving import CHECKED, recipe
     from shardwright.workflows.lock import RunLock
+    from shardwright.workflows.remote_code import run_trusting
     from shardwright.workflows.request import load_request
     from shardwright.workflows.runs import demand
 
-    checkpoint, rows = Path(load_request(run_dir).checkpoint), []
+    request = load_request(run_dir)
+    checkpoint, code, rows = Path(request.checkpoint), request.trust_remote_code, []
     with RunLock(run_dir):
         if form is Format.merged:
-            facts, warnings = export_merged(run_dir, checkpoint)
-            checks = check_merged(run_dir, checkpoint)
+            facts, warnings = run_trusting(checkpoint, code, export_merged, run_dir, checkpoint)
+            checks = run_trusting(checkpoint, code, check_merged, run_dir, checkpoint)
             rows += [("of the change left", f"{facts.retained_delta:.1%} in the worst weight")]
             rows += [("warning", text) for text in warnings]
         else:
-            facts = export_per_expert(run_dir, checkpoint)
-            checks = check_per_expert(run_dir, checkpoint)
+            facts = run_trusting(checkpoint, code, export_per_expert, run_dir, checkpoint)
+            checks = run_trusting(checkpoint, code, check_per_expert, run_dir, checkpoint)
             rows += [("names", CHECKED)]
             rows += [("serve", line) for line in recipe(checkpoint, Path(facts.path), facts_rank(Path(facts.path)))]
     if output is PlainOutput.json:
@@ -111,15 +115,20 @@ def generate(
     """Show the base's answer to a prompt and, with --adapter, the adapter's beside it."""
     from shardwright.runtime.generate import generate as answer
     from shardwright.schemas.plan import load_plan
+    from shardwright.workflows.remote_code import run_trusting
 
+    plan_file = adapter.resolve().parent / "plan.json" if adapter is not None else None
+    decision = load_plan(plan_file).decision if plan_file is not None and plan_file.is_file() else None
     if prompt is None:
-        plan_file = adapter.resolve().parent / "plan.json" if adapter is not None else None
-        prompt = (
-            load_plan(plan_file).decision.recipe.prompt if plan_file is not None and plan_file.is_file() else "def "
-        )
-    answers = {"base": answer(checkpoint, None, prompt, max_new_tokens)}
+        prompt = "def " if decision is None else decision.recipe.prompt
+    code = None if decision is None or decision.remote_code is None else decision.remote_code.sha256
+
+    def say(folder: Path | None) -> str:
+        return run_trusting(checkpoint, code, answer, checkpoint, folder, prompt, max_new_tokens)
+
+    answers = {"base": say(None)}
     if adapter is not None:
-        answers["adapter"] = answer(checkpoint, adapter, prompt, max_new_tokens)
+        answers["adapter"] = say(adapter)
     if output is PlainOutput.json:
         put_json({"prompt": prompt, **answers})
         return

@@ -56,6 +56,15 @@ LlmModelOption = Annotated[str, typer.Option("--llm-model", help="Its model's na
 LlmReplayOption = Annotated[
     Path | None, typer.Option("--llm-replay", help="Play a run's llm.jsonl again in place of asking.")
 ]
+LlmConfigOption = Annotated[
+    Path | None, typer.Option("--llm-config", help="YAML file: address, model, budgets and prices.")
+]
+LlmLimitOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--llm-limit", metavar="NAME=VALUE", help="A budget or price: calls, tokens, seconds, money, price_in, ..."
+    ),
+]
 CalibrationOption = Annotated[
     Path | None, typer.Option("--calibration", help="Measured curves, from `shardwright calibrate`.")
 ]
@@ -68,6 +77,12 @@ TimeBudgetOption = Annotated[
 TimeLimitOption = Annotated[
     list[str] | None,
     typer.Option("--time-limit", metavar="NODE=SECONDS", help="Longest time of a node, such as structure=600."),
+]
+TrustOption = Annotated[
+    str | None,
+    typer.Option(
+        "--trust-remote-code", metavar="SHA256", help="Run the checkpoint's own modelling code, if it has this hash."
+    ),
 ]
 NoCacheOption = Annotated[
     bool, typer.Option("--no-cache", help="Parse the checkpoint even if this machine has parsed it before.")

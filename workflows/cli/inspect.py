@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from shardwright.schemas.words import plural
 from shardwright.workflows.cli.common import (
     CheckpointOrAddress,
     OfflineOption,
@@ -67,6 +68,6 @@ def inspect(
     for name, number in components:
         rows.append((f"  {name}", number))
     for kind, layers, number, experts in kinds:
-        rows.append((f"  {kind}", f"{layers} layers of {number} parameters, {experts} of them experts"))
+        rows.append((f"  {kind}", f"{plural(int(layers), 'layer')} of {number} parameters, {experts} of them experts"))
     rows += [("warning", warning) for warning in profile.warnings]
     put(facts(rows))

@@ -1,4 +1,4 @@
-"""``shardwright kernels verify|bench|tune|prebuild``: the fused operators on this machine."""
+"""``shardwright kernels verify|bench|tune|prebuild|write|approve``: the fused operators on this machine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import Annotated
 
 import typer
 
+from shardwright.schemas.words import plural
+from shardwright.workflows.cli import written
 from shardwright.workflows.cli.common import PlainOutput, PlainOutputOption, put, put_json
 
 app = typer.Typer(
-    help="Verify, time, tune and prebuild the fused operators.", no_args_is_help=True, rich_markup_mode=None
+    help="Verify, time, tune and prebuild the fused operators; have one written, approve it.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 OpsArgument = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Operators. [default: all]")]
@@ -73,7 +77,7 @@ def tune(
     from shardwright.workflows.operators import tune_operators
 
     file = tune_operators(ops, out, put)
-    put(f"{len(file.entries)} choices for {file.device}")
+    put(f"{plural(len(file.entries), 'choice')} for {file.device}")
 
 
 @app.command()
@@ -109,3 +113,6 @@ def prebuild(
             where="kernels prebuild",
             next_action="choose a smaller tile in the operator's configs.py",
         )
+
+
+written.register(app)

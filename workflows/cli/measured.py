@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from shardwright.schemas.words import plural
 from shardwright.workflows.cli.common import PlainOutput, PlainOutputOption, PlanArgument, RunArgument, put, put_json
 
 
@@ -65,7 +66,7 @@ def simulate(
     if simulate_world not in (None, world):
         raise UsageError(
             "other-world",
-            f"the plan is for {world} ranks, --simulate-world asks for {simulate_world}",
+            f"the plan is for {plural(world, 'rank')}, --simulate-world asks for {simulate_world}",
             where=str(plan),
             next_action=f"leave the option out, or plan for a cluster of {simulate_world}",
         )
@@ -73,8 +74,9 @@ def simulate(
     terms = {component.name: component.bytes for component in made.evidence.cost.memory.components}
     static = terms.get("frozen_base", 0) + terms.get("adapter_parameters", 0)
     once = terms.get("gather_buffers", 0)
-    least = terms.get("gathered_root", 0) + once // 2
-    most = terms.get("gathered_root", 0) + once + terms.get("gather_staging", 0)
+    root = terms.get("gathered_root", 0)
+    least = root + once // 2
+    most = root + once + max(terms.get("gather_staging", 0), root)
     if output is PlainOutput.json:
         put_json(
             {

@@ -14,6 +14,8 @@ from shardwright.workflows.cli.common import (
     CalibrationOption,
     CheckpointOrAddress,
     ClusterOption,
+    LlmConfigOption,
+    LlmLimitOption,
     LlmModelOption,
     LlmReplayOption,
     LlmUrlOption,
@@ -26,6 +28,7 @@ from shardwright.workflows.cli.common import (
     TimeBudgetOption,
     TimeLimitOption,
     TrialsOption,
+    TrustOption,
     limits_of,
     note,
     put,
@@ -41,6 +44,9 @@ def plan(
     cluster: ClusterOption,
     recipe: RecipeOption,
     out: Annotated[Path, typer.Option("--out", "-o", help="Plan file to write.")] = Path("plan.json"),
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Also write the plan's report: one HTML file, self-contained.")
+    ] = None,
     trials: TrialsOption = DEFAULT_TRIALS,
     calibration: CalibrationOption = None,
     load_profile: LoadProfileOption = None,
@@ -53,7 +59,10 @@ def plan(
     llm_url: LlmUrlOption = "",
     llm_model: LlmModelOption = "",
     llm_replay: LlmReplayOption = None,
+    llm_config: LlmConfigOption = None,
+    llm_limit: LlmLimitOption = None,
     offline: OfflineOption = False,
+    trust_remote_code: TrustOption = None,
     no_cache: NoCacheOption = False,
     output: PlainOutputOption = PlainOutput.text,
 ) -> None:
@@ -64,22 +73,40 @@ def plan(
     from shardwright.workflows.cache import default_cache
     from shardwright.workflows.cli.progress import Progress
     from shardwright.workflows.drive import drive
+    from shardwright.workflows.llm_options import llm_options
     from shardwright.workflows.prepare import fresh_request
     from shardwright.workflows.review.terminal import plan_text
     from shardwright.workflows.search_options import search_request
 
     limits = limits_of(time_limit)
-    asked, words = llm_request(llm, url=llm_url, model=llm_model, replay=llm_replay, offline=offline)
+    options = llm_options(llm_config, llm_limit or ())
+    asked, words = llm_request(llm, url=llm_url, model=llm_model, replay=llm_replay, offline=offline, options=options)
     if words:
         note(words)
     search = search_request(calibration, load_profile, explore, time_budget)
-    request = fresh_request("plan", checkpoint, cluster, recipe, trials, search=search, offline=offline, llm=asked)
+    request = fresh_request(
+        "plan",
+        checkpoint,
+        cluster,
+        recipe,
+        trials,
+        search=search,
+        offline=offline,
+        llm=asked,
+        trust_remote_code=trust_remote_code,
+    )
     with tempfile.TemporaryDirectory(prefix="shardwright-plan-") as folder:
         cache = None if no_cache else default_cache()
         made = drive(request, Path(folder), listener=Progress(), limits=limits, cache=cache).plan
         kept = keep_recording(Path(folder), out)
     made.save(out)
     note(f"wrote {out}")
+    if report is not None:
+        from shardwright.schemas.files import write_atomic
+        from shardwright.workflows.report.html import html_plan
+
+        write_atomic(report, html_plan(made).encode())
+        note(f"wrote {report}")
     if kept is not None:
         note(f"wrote {kept}: --llm-replay plays it again")
     if output is PlainOutput.json:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from shardwright.schemas.words import plural
 from shardwright.workflows.cli.common import (
     DEFAULT_TRIALS,
     ClusterOption,
@@ -70,7 +71,7 @@ def watch(
 
         rows = tuple((s.checkpoint, s.status, s.code or "–", s.what or "–", s.next or "–") for s in found)
         document = (
-            Heading(f"{len(found)} checkpoints in {folder}", 3),
+            Heading(f"{plural(len(found), 'checkpoint')} in {folder}", 3),
             Table(("checkpoint", "status", "code", "what", "next"), rows),
         )
         put(render(document) if output is PlainOutput.markdown else document_text(document))

@@ -31,6 +31,7 @@ def run(context: Context, state: AdaptState) -> Output:
     cluster_id, recipe_id, profile_id, data_id = map(store.put, (cluster, recipe, profile, pins))
 
     def resolve() -> Output:
+        stages.balance(context.checkpoint, recipe.balance)
         targets = stages.targets(context.checkpoint, recipe.lora)
         return {"targets": store.put(targets)}
 

@@ -14,6 +14,7 @@ from shardwright.workflows.context import AdaptState, Context, Output
 from shardwright.workflows.environment import tool_versions, worker_environment
 from shardwright.workflows.nodes.search import SearchArtifact
 from shardwright.workflows.planning import Inputs, assemble, join
+from shardwright.workflows.remote_code import pinned_code
 from shardwright.workflows.search_options import options_of, with_calibration
 
 NODE = "join"
@@ -40,6 +41,7 @@ def run(context: Context, state: AdaptState) -> Output:
             targets=store.get(state["targets"], tuple[LoraTarget, ...]),
             data=store.get(state["data"], DataPin),
             graph=store.get(state["graph"], OpGraph),
+            remote_code=pinned_code(context.checkpoint, context.request.trust_remote_code),
         )
         proposals = store.get(state["proposals"], tuple[FusionProposal, ...])
         joined = join(stages, profile, inputs.recipe, cluster, inputs.targets, proposals, found.best)

@@ -48,6 +48,7 @@ def run(context: Context, state: AdaptState) -> Output:
             store.get(state["targets"], tuple[LoraTarget, ...]),
             request.trials,
             journal,
+            progress=lambda done, wanted: context.tell(NODE, "progress", f"{done}/{wanted}"),
             **advised(store, state),
         )
         explanation = TypeAdapter(tuple[str, ...]).validate_python(as_lines(result.explanation))

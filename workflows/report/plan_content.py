@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from shardwright.schemas.fusion import FusionDecision, FusionProposal
 from shardwright.schemas.plan import AdaptationPlan
+from shardwright.schemas.words import plural
 from shardwright.workflows.report.blocks import Block, Document, Heading, Table, Text
-from shardwright.workflows.report.units import count, duration, plural, short, size
+from shardwright.workflows.report.units import count, duration, short, size
 
 
 def plan_document(plan: AdaptationPlan) -> Document:
@@ -49,8 +50,17 @@ def _what(plan: AdaptationPlan) -> tuple[tuple[str, str], ...]:
         ("cluster", f"{cluster.name}: {ranks} of {cluster.device_name}, {cluster.backend}"),
         ("strategy", f"`{decision.strategy.text()}`"),
         ("LoRA", f"{roles}; {plural(len(targets), 'weight')}, {adapters} adapter parameters"),
-        ("batch", f"{batch.global_batch_sequences} sequences × {batch.sequence_tokens} tokens, {steps}"),
+        ("batch", f"{plural(batch.global_batch_sequences, 'sequence')} × {batch.sequence_tokens} tokens, {steps}"),
+        *_code(plan),
     )
+
+
+def _code(plan: AdaptationPlan) -> tuple[tuple[str, str], ...]:
+    """What of the checkpoint's own code would run; nothing where none does."""
+    code = plan.decision.remote_code
+    if code is None:
+        return ()
+    return (("runs code of the checkpoint", f"{', '.join(sorted(code.files))}; hash `{code.sha256}`"),)
 
 
 def _why(plan: AdaptationPlan) -> tuple[tuple[str, str], ...]:
@@ -59,7 +69,7 @@ def _why(plan: AdaptationPlan) -> tuple[tuple[str, str], ...]:
     trials = f"{plural(search.trials, 'trial')} ({search.sampler}, seed {search.seed})"
     found = f"{search.legal_strategies:,} legal strategies, {search.feasible_strategies:,} fit"
     return (
-        ("predicted memory", f"{used}, peak at {memory.peak_moment.replace('_', ' ')}"),
+        ("predicted memory", f"{used}, highest at {memory.peak_moment.replace('_', ' ')}"),
         ("predicted step", f"{duration(time.step_ms)}, {time.tokens_per_s:,.0f} tokens/s, bound by {time.bound_by}"),
         ("search", f"{trials}; {found}; exhaustive best {duration(search.oracle_step_ms)}"),
     )
@@ -196,7 +206,9 @@ def advice_section(plan: AdaptationPlan) -> Document:
         (one.kind, one.subject, "accepted" if one.accepted else "refused", one.because, one.words)
         for one in record.suggestions
     )
+    spent = ", ".join(record.spent())
     words = f"{record.model} was asked ({record.mode}): {record.said}. Rules decided; its own words stand last."
+    words = f"{words} Spent: {spent}."
     table = (Table(("suggestion", "about", "gate", "because", "its words"), rows, prose=4),) if rows else ()
     return (Heading("Language model"), Text(words), *table)
 
@@ -213,4 +225,7 @@ def pins_section(plan: AdaptationPlan) -> Document:
         ("planned with", ", ".join(f"{k} {v}" for k, v in sorted(provenance.versions.items()))),
         ("language model", provenance.llm),
     ]
+    if (code := decision.remote_code) is not None:
+        rows += [("code of the checkpoint, which workers run", f"`{code.sha256}`")]
+        rows += [(name, f"`{found}`") for name, found in sorted(code.files.items())]
     return (Heading("What the plan pins"), Table(("", ""), tuple(rows)))

@@ -6,10 +6,11 @@ from shardwright.schemas.approval import Approval
 from shardwright.schemas.canonical import canonical_bytes
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.run import RunRecord
+from shardwright.schemas.words import plural
 from shardwright.workflows.report import svg
 from shardwright.workflows.report.blocks import Block, Code, Document, Figure, Heading, Table, Text, Tile, Tiles
 from shardwright.workflows.report.plan_content import plan_document
-from shardwright.workflows.report.units import change, count, duration, off_by, plural, size
+from shardwright.workflows.report.units import change, count, duration, off_by, size
 
 
 def run_document(plan: AdaptationPlan, record: RunRecord, approval: Approval | None = None) -> Document:

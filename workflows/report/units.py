@@ -50,7 +50,3 @@ def off_by(predicted: float | None, measured: float | None) -> str:
 
 def short(sha256: str) -> str:
     return f"{sha256[:16]}…"
-
-
-def plural(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"

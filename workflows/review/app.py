@@ -24,6 +24,7 @@ from starlette.concurrency import run_in_threadpool
 from shardwright.schemas.errors import ApprovalError, ShardwrightError, UsageError
 from shardwright.schemas.plan import load_plan
 from shardwright.schemas.policy import Policy
+from shardwright.schemas.words import plural
 from shardwright.workflows.report.units import count, duration, size
 from shardwright.workflows.review.figures import region
 from shardwright.workflows.review.guard import HEADERS, LARGEST_FORM_BYTES, Guard
@@ -129,7 +130,7 @@ class ReviewServer:
         if verb == "accept-eager":
             names = tuple(c.id for c in cards_of(session) if c.state == "undecided" and not c.fused)
             session.accept(names)
-            return f"Accepted {len(names)} regions that run eagerly."
+            return f"Accepted {plural(len(names), 'region')} to run eagerly."
         if verb == "reopen":
             session.reopen(self.proposal_id(form.get("proposal", "")))
             return ""

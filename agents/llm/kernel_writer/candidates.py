@@ -65,7 +65,12 @@ def load(path: Path) -> tuple[Candidate, str]:
         source = path.with_suffix(".py").read_text()
     except (OSError, ValidationError) as error:
         words = explain(error) if isinstance(error, ValidationError) else str(error)
-        raise LlmError("bad-candidate", words, where=path.name, next_action="write and judge it again") from error
+        raise LlmError(
+            "bad-candidate",
+            f"no record of a written kernel: {words}",
+            where=str(path),
+            next_action="name the .json file that `kernels write` printed, or write the kernel again",
+        ) from error
     if sha256_hex(source.encode()) != candidate.source_sha256:
         raise LlmError(
             "candidate-edited",
@@ -112,7 +117,15 @@ def usable(path: Path) -> str:
     return source
 
 
-def record(source: str, region: str, region_digest: str, model: str, device: str, verdict: Verdict) -> Candidate:
+def record(
+    source: str,
+    region: str,
+    region_digest: str,
+    model: str,
+    device: str,
+    verdict: Verdict,
+    compile_ms: float | None = None,
+) -> Candidate:
     """What is kept of a kernel that passed."""
     return Candidate(
         source_sha256=sha256_hex(source.encode()),
@@ -122,4 +135,5 @@ def record(source: str, region: str, region_digest: str, model: str, device: str
         judged=verdict.because,
         device=device,
         ms=verdict.ms,
+        compile_ms=compile_ms,
     )

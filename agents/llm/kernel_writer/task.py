@@ -47,6 +47,13 @@ class Task:
         """Inputs that get a gradient."""
         return tuple(role for role in self.inputs if self.region.spec(role).dtype not in INTEGERS)
 
+    @property
+    def follows_tokens(self) -> bool:
+        """Whether another number of tokens gives other shapes; else a kernel could be made for one shape alone."""
+        one, other = sizes_of(SEQUENCE + 1), sizes_of(SEQUENCE + 2)
+        specs = [self.region.spec(role).shape for role in (*self.inputs, *self.outputs)]
+        return any(tuple(one.shape(shape)) != tuple(other.shape(shape)) for shape in specs)
+
     def draw(self, tokens: int, seed: int, spread: float = 1.0) -> Tensors:
         """Random inputs for so many tokens, in the formats of the capture."""
         generator, sizes = torch.Generator().manual_seed(seed), sizes_of(tokens)

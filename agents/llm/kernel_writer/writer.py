@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardwright.agents.llm.chat import Chat
-from shardwright.agents.llm.kernel_writer.judge import Verdict, judge
+from shardwright.agents.llm.kernel_writer.judge import Verdict, judge, plausible
 from shardwright.agents.llm.kernel_writer.screen import SOURCE_BYTES
 from shardwright.agents.llm.kernel_writer.task import Task
 from shardwright.schemas.canonical import sha256_hex
@@ -42,8 +42,11 @@ def seed_of(source: str) -> int:
     return int(sha256_hex(source.encode())[:7], 16)
 
 
-def write_kernel(chat: Chat, task: Task, *, device: str = "cpu") -> Outcome:
+def write_kernel(chat: Chat, task: Task, *, device: str = "cpu", floor_ms: float = 0.0) -> Outcome:
     """Let a model write a kernel for a region.
+
+    Args:
+        floor_ms: of both passes at the timed size; what claims to be faster is refused.
 
     Raises:
         LlmError: as ``Chat.ask``; ``no-sandbox``.
@@ -53,7 +56,7 @@ def write_kernel(chat: Chat, task: Task, *, device: str = "cpu") -> Outcome:
     source, verdict = "", Verdict(False, "nothing was written")
     for attempt in range(ATTEMPTS):
         source = chat.ask(messages, Written, tokens=KERNEL_TOKENS).source
-        verdict = judge(source, task, seed=seed_of(source), device=device)
+        verdict = plausible(judge(source, task, seed=seed_of(source), device=device), floor_ms)
         if verdict.accepted:
             return Outcome(source, verdict, attempt + 1)
         messages = [

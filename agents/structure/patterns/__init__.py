@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from shardwright.agents.structure.patterns.activation import Activation
 from shardwright.agents.structure.patterns.add_rms_norm import AddRmsNorm
+from shardwright.agents.structure.patterns.attention_residual import AttentionResidual
 from shardwright.agents.structure.patterns.base import Match, Pattern
 from shardwright.agents.structure.patterns.delta_rule import DeltaRule
+from shardwright.agents.structure.patterns.dsa import SparseLatentAttention
 from shardwright.agents.structure.patterns.experts import Experts
+from shardwright.agents.structure.patterns.gate_up_merge import GateUpMerge
 from shardwright.agents.structure.patterns.gated_rms_norm import GatedRmsNorm
+from shardwright.agents.structure.patterns.latent_moe import LatentMoe
 from shardwright.agents.structure.patterns.latent_norm import LatentNorm
 from shardwright.agents.structure.patterns.linear_cross_entropy import LinearCrossEntropy
+from shardwright.agents.structure.patterns.lora_linear import LoraLinear
+from shardwright.agents.structure.patterns.mla import Mla
 from shardwright.agents.structure.patterns.qk_norm_rope import QkNormRope
+from shardwright.agents.structure.patterns.qkv_merge import QkvMerge
 from shardwright.agents.structure.patterns.rms_norm import RmsNorm
 from shardwright.agents.structure.patterns.rope import Rope
 from shardwright.agents.structure.patterns.router import Router
+from shardwright.agents.structure.patterns.shared_expert import SharedExpert
 from shardwright.agents.structure.patterns.swiglu import SwiGlu
 
 PATTERNS: tuple[Pattern, ...] = (
@@ -26,6 +35,15 @@ PATTERNS: tuple[Pattern, ...] = (
     GatedRmsNorm(),
     LatentNorm(),
     DeltaRule(),
+    SparseLatentAttention(),
+    QkvMerge(),
+    GateUpMerge(),
+    SharedExpert(),
+    LatentMoe(),
+    Mla(),
+    AttentionResidual(),
+    Activation(),
+    LoraLinear(),
 )
 """Proposed, in the order in which proposals are shown."""
 

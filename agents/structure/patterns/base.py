@@ -146,6 +146,14 @@ class Pattern(ABC):
         """Roles whose gradients are compared for one match."""
         return self.trainable
 
+    def inverse(self, match: Match) -> str:
+        """Undo the change of layout on real tensors; what was compared, empty where nothing was tested.
+
+        Raises:
+            ArithmeticError: the way back does not give the parameters as they were.
+        """
+        return ""
+
     def second_opinion(self, match: Match) -> str:
         """A further differential test of a pattern's own; returns what was compared, empty where there is none."""
         return ""
@@ -230,3 +238,14 @@ def below(path: str, anchor: str) -> str | None:
     if not anchor:
         return path
     return path.removeprefix(anchor + ".") if path.startswith(anchor + ".") else None
+
+
+def holder(*names: str) -> str:
+    """The innermost module that holds all of the named parameters."""
+    paths = [name.split(".")[:-1] for name in names]
+    common = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) != 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)

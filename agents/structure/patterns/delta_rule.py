@@ -2,7 +2,7 @@
 
 ``S ← diag(e^g) S;  S ← S + β k̂ (v − k̂ᵀS)ᵀ;  o = Sᵀ q̂`` per head, with q̂ and k̂ of unit length and q̂ scaled by
 ``K^(−1/2)``. Forms: ``channels`` has a decay for each key channel (KDA), ``heads`` one for each head (GatedDeltaNet).
-Convolutions, gates before, and the gated norm after lie outside: they are regions of their own.
+Convolutions, gates before, and the gated norm after lie outside: workers leave them to the layer's own forward.
 Legend: B batch, T tokens, H key heads, HV value heads, K key width, V value width.
 """
 
@@ -27,7 +27,8 @@ ROLES = ("q", "k", "v", "g", "beta")
 LONG = 70
 """Tokens of the second opinion: across the 64 of a family's chunk."""
 LEAST = 1e-6
-NO_PLACE = "workers exchange a whole layer with its gates and convolution, and this region proves the recurrence alone"
+OPERATOR = {"channels": "kda", "heads": "gated_delta"}
+"""Form → the operator that computes it, decays given."""
 
 
 class DeltaRule(Pattern):
@@ -99,9 +100,16 @@ class DeltaRule(Pattern):
         anywhere = VariantPredicate(tp_max=1, device_types=("cuda", "cpu"))
         kernel = VariantPredicate(tp_max=1, device_types=("cuda",))
         return (
-            VariantSpec("kernel", "shardwright", "kda", kernel, not_installable=NO_PLACE),
+            VariantSpec("kernel", "shardwright", "kda", kernel, forms=("channels",)),
+            VariantSpec("kernel-heads", "shardwright", "gated_delta", kernel, forms=("heads",)),
             VariantSpec("eager", "eager", "-", anywhere),
         )
+
+    def refuses(self, match: Match, spec: VariantSpec) -> str:
+        """Our kernels stand in only where a device has verified these very sources."""
+        if spec.provider != "shardwright" or verified(spec.op):
+            return ""
+        return f"no device has verified {spec.op} at its present source: run the kernels suite for it first"
 
     def kernel_reference(self, match: Match) -> Callable[[Tensors], Tensors] | None:
         from shardwright.kernels.kda.reference import kda_recurrent_reference
@@ -115,21 +123,40 @@ class DeltaRule(Pattern):
         return run
 
     def check_kernel(self, match: Match, op: str, dtype: torch.dtype) -> bool:
-        from shardwright.kernels.kda import contract
-
         def like(role: str) -> Tensor:
             return torch.empty(match.region.spec(role).shape, dtype=dtype, device="meta")
 
         q, k, v, g, beta = (like(role) for role in ROLES)
-        g = g if g.dim() == 4 else g.unsqueeze(-1).expand(*g.shape, q.shape[-1])
-        contract.check_static(
-            q, k, v, g, beta, None, None, None, gate="given", lower_bound=contract.LOWEST, count=q.shape[0]
-        )
+        if op == "gated_delta":
+            from shardwright.kernels.gated_delta import contract as of_heads
+
+            of_heads.check_static(q, k, v, g, beta, None, None, None, gate="given", count=q.shape[0])
+            return True
+        from shardwright.kernels.kda import contract
+
+        bound = contract.LOWEST
+        contract.check_static(q, k, v, g, beta, None, None, None, gate="given", lower_bound=bound, count=q.shape[0])
         return True
 
     def cost_shape(self, match: Match, tokens: int) -> dict[str, int]:
         q, v = match.region.spec("q").shape, match.region.spec("v").shape
         return {"T": tokens, "H": q[2], "HV": v[2], "K": q[3], "V": v[3]}
+
+
+def verified(op: str) -> bool:
+    """Whether the shipped evidence holds a time of ours for the operator's present source.
+
+    The suite times only what it has verified on the same device, so that such a time stands for a verification.
+    """
+    from shardwright.kernels import evidence
+    from shardwright.kernels.registry import source_sha256
+
+    wanted = (op, "shardwright", source_sha256(op))
+    return any(
+        (time.op, time.provider, time.source_sha256) == wanted
+        for path in sorted(evidence.SHIPPED.glob("*.jsonl"))
+        for time in evidence.EvidenceStore(path).read()
+    )
 
 
 def _few(match: Match, batch: int, tokens: int) -> dict[str, tuple[int, ...]]:

@@ -6,6 +6,7 @@ The gate's activation is the constant ``act``: ``silu`` or ``sigmoid``. Legend: 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from shardwright.schemas.fusion import VariantPredicate
 from shardwright.schemas.graph import OpNode
 
 ACTIVATIONS = ("silu", "sigmoid")
-NO_PLACE = "this runtime has no place for the operator in a gated norm's forward"
+TWO = 2
 
 
 class GatedRmsNorm(Pattern):
@@ -93,14 +94,17 @@ class GatedRmsNorm(Pattern):
         anywhere = VariantPredicate(tp_max=1, device_types=("cuda", "cpu"))
         kernel = VariantPredicate(tp_max=1, lora_inside=False, device_types=("cuda",))
         return (
-            VariantSpec("kernel", "shardwright", "gated_rms_norm", kernel, not_installable=NO_PLACE),
+            VariantSpec("kernel", "shardwright", "gated_rms_norm", kernel),
             VariantSpec("compile", "compile", "-", anywhere),
             VariantSpec("eager", "eager", "-", anywhere),
         )
 
     def refuses(self, match: Match, spec: VariantSpec) -> str:
-        """A module's whole forward is exchanged: it must do nothing else and take the two values by these places."""
-        return "" if spec.provider == "eager" else sole_content(match)
+        """A module's whole forward is exchanged: it must do nothing else, and the operator's takes (values, gate)."""
+        if spec.provider == "eager":
+            return ""
+        refused = sole_content(match)
+        return refused or (_called_otherwise(match) if spec.provider == "shardwright" else "")
 
     def kernel_reference(self, match: Match) -> Callable[[Tensors], Tensors] | None:
         from shardwright.kernels.gated_rms_norm.reference import gated_rms_norm_reference
@@ -121,3 +125,12 @@ class GatedRmsNorm(Pattern):
 
     def cost_shape(self, match: Match, tokens: int) -> dict[str, int]:
         return {"T": tokens, "H": rows_per_token(match, "x"), "D": match.region.spec("x").shape[-1]}
+
+
+def _called_otherwise(match: Match) -> str:
+    """Why the module's forward is not (hidden states, gate); empty where it is."""
+    inner = match.anchor.removeprefix(match.captured.module_path).removeprefix(".")
+    forward = inspect.signature(type(match.captured.module.get_submodule(inner)).forward)
+    given = [name for name, one in forward.parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD][1:]
+    gated = len(given) == TWO and "gate" in given[1]
+    return "" if gated else f"{match.anchor} takes {', '.join(given)}, not hidden states and a gate"

@@ -111,7 +111,7 @@ GATES: dict[str, Gate] = {
     "situ": Gate("SiTU", _soft_capped, lambda g, u, c: _soft(g, c["beta"]) * _sigmoid(g) * _soft(u, c["lambda"])),
     "gelu-tanh": Gate("GeGLU", lambda g, u, c: F.gelu(g, approximate="tanh") * u, lambda g, u, c: u * _gelu_tanh(g)),
     "gelu": Gate("GeGLU (exact)", lambda g, u, c: F.gelu(g) * u, lambda g, u, c: u * g * torch.special.ndtr(g)),
-    "relu": Gate("ReLU", lambda g, u, c: F.relu(g), lambda g, u, c: (g + g.abs()) / 2, gated=False),
+    "relu": Gate("ReLU", lambda g, u, c: F.relu(g), lambda g, u, c: g * (g > 0), gated=False),
     "relu2": Gate(
         "ReLU²", lambda g, u, c: torch.square(F.relu(g)), lambda g, u, c: (g * g + g * g.abs()) / 2, gated=False
     ),

@@ -2,7 +2,8 @@
 
 Forms differ in where the result returns to the activations' format:
 ``cast-then-scale`` (round, then weight), ``scale-then-cast`` (weight in fp32, then round),
-``unit-offset`` (weight ``1 + w`` in fp32, then round), ``native`` (one call of the framework's rms_norm).
+``unit-offset`` (weight ``1 + w`` in fp32, then round), ``rounded-offset`` (``1 + w`` in the weight's own format, then
+as before), ``native`` (one call of the framework's rms_norm).
 Legend: H last dimension.
 """
 
@@ -19,6 +20,8 @@ from shardwright.agents.structure.patterns.base import Match, Pattern, Tensors, 
 from shardwright.schemas.fusion import VariantPredicate
 from shardwright.schemas.graph import OpNode
 
+OFFSETS = ("unit-offset", "rounded-offset")
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -34,9 +37,8 @@ def norms(graph: CanonicalGraph) -> tuple[Norm, ...]:
     """Every RMSNorm with a weight, in canonical order."""
     view = View(graph)
     found = [match_norm(view, node) for target in ("mul", "cast", "rms_norm") for node in view.ops(target)]
-    inner = {
-        norm.y.inputs[0] for norm in found if norm and norm.constants["form"] in ("scale-then-cast", "unit-offset")
-    }
+    widened = ("scale-then-cast", *OFFSETS)
+    inner = {norm.y.inputs[0] for norm in found if norm and norm.constants["form"] in widened}
     kept = [norm for norm in found if norm and norm.y.id not in inner]
     return tuple(sorted(kept, key=lambda norm: graph.nodes.index(norm.y)))
 
@@ -79,19 +81,26 @@ def _scaled(view: View, product: OpNode, y: OpNode, form: str) -> Norm | None:
         if offset:
             if form != "scale-then-cast":
                 continue
-            chosen = "unit-offset"
+            chosen = offset
         constants = {"eps": eps, "form": chosen, "weight_cast": view.is_op(factor, "cast")}
         return Norm(x, weight, y, constants)
     return None
 
 
-def _weight(view: View, factor: OpNode) -> tuple[OpNode | None, bool]:
-    """The parameter under an optional cast and an optional ``1 +``."""
-    offset = False
-    if view.is_op(factor, "add", 1) and factor.arguments.get("other") == 1:
-        factor, offset = view.operand(factor), True
+def _weight(view: View, factor: OpNode) -> tuple[OpNode | None, str]:
+    """The parameter under an optional cast and an optional ``1 +``, and the form that the ``1 +`` makes."""
+    offset = ""
+    if _plus_one(view, factor):
+        factor, offset = view.operand(factor), "unit-offset"
+    elif view.is_op(factor, "cast", 1) and _plus_one(view, view.operand(factor)):
+        factor, offset = view.operand(view.operand(factor)), "rounded-offset"
+        return (factor if factor.kind == "parameter" else None), offset
     factor = view.through(factor, "cast")
     return (factor if factor.kind == "parameter" else None), offset
+
+
+def _plus_one(view: View, node: OpNode) -> bool:
+    return view.is_op(node, "add", 1) and node.arguments.get("other") == 1
 
 
 def normalised(view: View, node: OpNode) -> tuple[OpNode, float] | None:
@@ -128,6 +137,8 @@ def reference_norm(x: torch.Tensor, weight: torch.Tensor, constants: dict[str, A
     normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if form == "cast-then-scale":
         return weight * normalised.to(x.dtype)
+    if form == "rounded-offset":
+        return (normalised * (1.0 + weight).to(torch.float32)).to(x.dtype)
     factor = weight.to(torch.float32) if constants["weight_cast"] or form == "unit-offset" else weight
     factor = 1.0 + factor if form == "unit-offset" else factor
     return (normalised * factor).to(x.dtype)
@@ -137,7 +148,7 @@ def oracle_norm(x: torch.Tensor, weight: torch.Tensor, constants: dict[str, Any]
     """RMSNorm by the Euclidean norm: ``x · sqrt(H) / sqrt(‖x‖² + H·ε)``."""
     width = x.shape[-1]
     length = torch.sqrt((x * x).sum(-1, keepdim=True) + width * constants["eps"])
-    factor = 1.0 + weight if constants["form"] == "unit-offset" else weight
+    factor = 1.0 + weight if constants["form"] in OFFSETS else weight
     return x * (width**0.5) / length * factor
 
 

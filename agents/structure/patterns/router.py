@@ -18,8 +18,9 @@ from shardwright.agents.structure.capture import CAPTURE_ERRORS, CapturedGraph
 from shardwright.agents.structure.differential import TOLERANCE
 from shardwright.agents.structure.interpret import Fp64Region, Sizes, choose_sizes
 from shardwright.agents.structure.patterns.base import Match, Pattern, Tensors, VariantSpec, View, below
-from shardwright.agents.structure.patterns.router_reading import dense_router, read_router, spell_router
+from shardwright.agents.structure.patterns.router_reading import Reading, dense_router, read_router, spell_router
 from shardwright.schemas.fusion import VariantPredicate
+from shardwright.schemas.graph import OpNode, TensorSpec
 
 TINY = 1e-20
 """ε that the operator adds to a sum of weights; without one the sum is the same in every row that has a weight."""
@@ -56,6 +57,10 @@ class Router(Pattern):
                 roles[role] = below(read.nodes[role].target, anchor) or read.nodes[role].target
         outputs = {role: read.nodes[role].id for role in ("weights", "experts")}
         constants = {"form": read.constants["order"], **read.constants}
+        if "bias" in read.nodes and below(read.nodes["bias"].target, anchor) is None:
+            constants["bias_argument"] = True
+        if _returns_wide_logits(captured, anchor, read):
+            constants["logits_cast"] = "float32"
         return self.bind(captured, graph, inputs, outputs, constants, anchor, roles)
 
     def reference(self, values: Tensors, constants: dict[str, Any]) -> Tensors:
@@ -202,29 +207,56 @@ def _meaning(c: dict[str, Any]) -> str:
 
 def _boundary(match: Match) -> str:
     """Why workers cannot put the operator in place of the module's forward; empty where they can."""
-    if "offset" in match.roles:
-        return f"the product adds {match.roles['offset']}, which workers' router does not"
-    for role, name in match.roles.items():
-        if "." in name:
-            return f"the {role} {name} does not lie in {match.anchor} itself"
     c = match.constants
+    given = c.get("bias_argument", False)
+    for role, name in match.parameters.items():
+        if below(name, match.anchor) is None and not (given and role == "bias"):
+            return f"the {role} {name} does not lie in {match.anchor}"
     if c["logits_dtype"] == "float32" and not c["x_cast"] and match.region.spec("x").dtype != "float32":
         return "the product is fp32 without a cast of its input"
+    if c.get("logits_cast") == "float32" and c["weights_dtype"] != "float32":
+        return f"the module returns fp32 logits and {c['weights_dtype']} weights; workers return fp32"
     if c["logits_dtype"] == "float32" and c["weights_dtype"] != "float32":
         return f"the module multiplies in fp32 and returns {c['weights_dtype']} weights; workers return fp32"
-    inner = match.anchor.removeprefix(match.captured.module_path).removeprefix(".")
-    return _interface(match.captured.module.get_submodule(inner), match)
+    return _interface(_module(match.captured, match.anchor), match)
+
+
+def _module(captured: CapturedGraph, anchor: str) -> nn.Module:
+    return captured.module.get_submodule(anchor.removeprefix(captured.module_path).removeprefix("."))
+
+
+def _returns_wide_logits(captured: CapturedGraph, anchor: str, read: Reading) -> bool:
+    """Whether the module returns fp32 logits of a narrower product."""
+    x, logits = read.nodes["x"].output, read.nodes["logits"].output
+    if x is None or logits is None or logits.dtype == "float32":
+        return False
+    try:
+        seen = _call(_module(captured, anchor), x, read.nodes.get("bias"), anchor)
+    except CAPTURE_ERRORS:
+        return False
+    first = seen[0] if isinstance(seen, tuple) and seen else None
+    return isinstance(first, Tensor) and first.dtype == torch.float32 and first.shape[-1] == logits.shape[-1]
+
+
+def _call(module: nn.Module, x: TensorSpec, bias: OpNode | None, anchor: str) -> Any:
+    """The router's results for three tokens on meta; a bias that is not the module's own is its second argument."""
+    values = [torch.empty(3, x.shape[-1], dtype=getattr(torch, x.dtype), device="meta")]
+    if bias is not None and bias.output is not None and below(bias.target, anchor) is None:
+        values.append(torch.empty(bias.output.shape, dtype=getattr(torch, bias.output.dtype), device="meta"))
+    return module(*values)
 
 
 def _interface(module: nn.Module, match: Match) -> str:
-    """The forward must take hidden states alone and return (logits [T, E], weights [T, K], experts [T, K])."""
-    experts, hidden = match.region.spec("weight").shape
-    x = torch.empty(3, hidden, dtype=getattr(torch, match.region.spec("x").dtype), device="meta")
+    """The forward must take hidden states, and a bias that is not its own, and return (logits [T, E], weights [T, K],
+    experts [T, K])."""
+    experts = match.region.spec("weight").shape[0]
+    bias = match.region.canonical.by_id[match.region.inputs["bias"]] if "bias" in match.region.inputs else None
     try:
-        seen = module(x)
+        seen = _call(module, match.region.spec("x"), bias, match.anchor)
     except CAPTURE_ERRORS as error:
         lines = str(error).strip().splitlines() or [""]
-        return f"{match.anchor} cannot be called with hidden states alone: {lines[0]}"[:200]
+        given = "hidden states and a bias" if match.constants.get("bias_argument") else "hidden states alone"
+        return f"{match.anchor} cannot be called with {given}: {lines[0]}"[:200]
     k = match.constants["k"]
     wanted = [(3, experts), (3, k), (3, k)]
     if not isinstance(seen, tuple) or [tuple(getattr(v, "shape", ())) for v in seen] != wanted:

@@ -113,8 +113,8 @@ def _score(view: View, score: OpNode, found: Reading) -> bool:
         score = view.operand(score)
     else:
         wide = "float32"
-    constants["logits_cast"] = view.is_op(score, "cast", 1)
-    logits = view.operand(score) if constants["logits_cast"] else score
+    constants["widened"] = view.is_op(score, "cast", 1)
+    logits = view.operand(score) if constants["widened"] else score
     if not view.is_op(logits, "linear") or logits.output is None:
         return False
     x, weight = view.operand(logits), view.operand(logits, 1)
@@ -207,7 +207,7 @@ def spell_router(values: Tensors, c: dict[str, Any]) -> Tensors:
     x = x.to(torch.float32) if c["x_cast"] else x
     weight = weight.to(torch.float32) if c["w_cast"] else weight
     logits = F.linear(x, weight, values.get("offset"))
-    score = logits.to(torch.float32) if c["logits_cast"] else logits
+    score = logits.to(torch.float32) if c["widened"] else logits
     if c["order"] == "scores-first":
         score = _activate(score, c["scoring"])
     pick = score + _bias(values["bias"], c["bias"]) if c["bias"] else score

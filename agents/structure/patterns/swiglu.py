@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from shardwright.agents.structure.canonical import CanonicalGraph
 from shardwright.agents.structure.capture import CapturedGraph
-from shardwright.agents.structure.patterns.base import Match, Pattern, Tensors, VariantSpec, View, below
+from shardwright.agents.structure.patterns.base import Match, Pattern, Tensors, VariantSpec, View, below, holder
 from shardwright.agents.structure.patterns.gates import GATES, Found, find_gates
 from shardwright.agents.structure.patterns.rms_norm import rows_per_token
 from shardwright.schemas.fusion import VariantPredicate
@@ -66,7 +66,7 @@ class SwiGlu(Pattern):
         anchor = product.module_path
         names = [below(w.target, anchor) for w in weights]
         if None in names:
-            anchor = _holder(weights[0].target, weights[1].target)
+            anchor = holder(weights[0].target, weights[1].target)
             names = [below(w.target, anchor) for w in weights]
         if None in names:
             return None
@@ -126,13 +126,3 @@ class SwiGlu(Pattern):
     def cost_shape(self, match: Match, tokens: int) -> dict[str, int]:
         rows = rows_per_token(match, "y") * tokens
         return {"T": rows, "I": match.region.spec("y").shape[-1]}
-
-
-def _holder(one: str, other: str) -> str:
-    """The innermost module that holds both parameters."""
-    common = []
-    for a, b in zip(one.split("."), other.split("."), strict=False):
-        if a != b:
-            break
-        common.append(a)
-    return ".".join(common)

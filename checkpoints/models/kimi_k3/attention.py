@@ -1,4 +1,4 @@
-"""The two attentions: delta-rule (KDA) and gated latent attention without positions (MLA).
+"""The attentions: delta-rule (KDA), gated latent attention without positions (MLA), and its sparse form (DSA).
 
 Legend: B batch, T tokens, H heads, K key and V value width.
 """
@@ -85,23 +85,96 @@ class GatedLatentAttention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.value, hidden, bias=False)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """``[B, T, hidden]`` → the same; causal, ``attention_mask [B, T]`` hides padding."""
+        """``[B, T, hidden]`` → the same; causal.
+
+        Args:
+            attention_mask: ``[B, T]`` hides padding, ``[B, 1, T, T]`` says where each token may look.
+        """
         B, T, _ = x.shape
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(B, T, self.heads, -1).transpose(1, 2)
+        query = self.q_a_layernorm(self.q_a_proj(x))
+        q = self.q_b_proj(query).view(B, T, self.heads, -1).transpose(1, 2)
         latent, extra = self.kv_a_proj_with_mqa(x).split([self.rank, self.extra], dim=-1)
         both = self.kv_b_proj(self.kv_a_layernorm(latent)).view(B, T, self.heads, -1).transpose(1, 2)
         nope, v = both.split([self.nope, self.value], dim=-1)
         k = torch.cat([nope, extra.unsqueeze(1).expand(-1, self.heads, -1, -1)], dim=-1)
-        mask = None if attention_mask is None else causal_with_padding(attention_mask, T)
+        padded = attention_mask is not None and attention_mask.dim() == 2
+        mask = causal_with_padding(attention_mask, T) if padded else attention_mask  # type: ignore[arg-type]
+        mask = self.chosen(x, query, mask)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         gate = torch.sigmoid(wide(self.g_proj(x))).to(x.dtype)
         return self.o_proj(o.transpose(1, 2).reshape(B, T, -1) * gate)
+
+    def chosen(self, x: Tensor, query: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Where each token looks, of where it may; ``None``: everywhere before it."""
+        return mask
+
+
+class Indexer(nn.Module):
+    """Scores that say which tokens are worth a look: a few small heads on the query's latent, one shared key.
+
+    Nothing in this slot has a position, so neither have these queries and keys.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.n_heads, self.head_dim = config.index_n_heads, config.index_head_dim
+        self.index_topk = config.index_topk
+        self.wq_b = nn.Linear(config.q_lora_rank, self.n_heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(config.hidden_size, self.head_dim, bias=False)
+        self.k_norm = nn.LayerNorm(self.head_dim, eps=1e-6)
+        self.weights_proj = nn.Linear(config.hidden_size, self.n_heads, bias=False)
+
+    def forward(self, x: Tensor, query: Tensor) -> Tensor:
+        """``Σ_j w_j n^{−1/2} ReLU(q_j · k d^{−1/2})`` for every pair of tokens, ``[B, T, T]`` fp32."""
+        B, T, _ = x.shape
+        q = wide(self.wq_b(query)).view(B, T, self.n_heads, self.head_dim) * self.head_dim**-0.5
+        k = wide(self.k_norm(self.wk(x)))
+        weights = wide(self.weights_proj(x)) * self.n_heads**-0.5
+        scores = torch.zeros(B, T, T, dtype=k.dtype, device=x.device)
+        for head in range(self.n_heads):
+            scores = scores + weights[..., head, None] * F.relu(q[:, :, head] @ k.transpose(1, 2))
+        return scores
+
+
+class GatedSparseAttention(GatedLatentAttention):
+    """The latent attention over the ``index_topk`` tokens that the indexer scores highest.
+
+    The choice has no gradient, and so has the indexer: it is trained by a loss of its own, which adapters do not have.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.indexer = Indexer(config)
+
+    def chosen(self, x: Tensor, query: Tensor, mask: Tensor | None) -> Tensor | None:
+        """``[B, 1, T, T]``, true at the chosen tokens; everything while it is no more than is chosen."""
+        T = x.shape[1]
+        if self.indexer.index_topk >= T:
+            return mask
+        with torch.no_grad():
+            causal = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
+            seen = causal.expand(len(x), T, T) if mask is None else mask[:, 0]
+            scores = self.indexer(x, query).masked_fill(~seen, float("-inf"))
+            best = torch.topk(scores, self.indexer.index_topk, dim=-1).indices
+            kept = torch.zeros_like(seen).scatter(-1, best, True)
+            return (kept & seen).unsqueeze(1)
 
 
 def l2_normed(x: Tensor) -> Tensor:
     """Each head's vector over its length, fp32 (fp64 for fp64)."""
     value = wide(x)
     return value * torch.rsqrt(value.pow(2).sum(-1, keepdim=True) + L2_EPS)
+
+
+def apart(positions: Tensor, attention_mask: Tensor | None = None) -> Tensor | None:
+    """``[B, 1, T, T]`` that keeps documents apart, which begin where ``positions [B, T]`` are 0; ``None`` for one."""
+    starts = positions == 0
+    if not bool(starts[:, 1:].any()):
+        return None
+    number, tokens = starts.cumsum(-1), positions.shape[1]
+    same = (number.unsqueeze(2) == number.unsqueeze(1)).unsqueeze(1)
+    given = torch.ones_like(positions) if attention_mask is None else attention_mask
+    return same & causal_with_padding(given, tokens)
 
 
 def causal_with_padding(attention_mask: Tensor, tokens: int) -> Tensor:

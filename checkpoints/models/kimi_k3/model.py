@@ -1,4 +1,4 @@
-"""The language model: layers over a state of snapshots and a running sum, and the head.
+"""The whole model: layers over a state of snapshots and a running sum, the head, and images before them.
 
 A layer takes and returns ``state [B, T, R, H]``: R − 1 snapshots and, last, the running sum. So a layer is a function
 of one tensor, as FSDP units, checkpointing and capture want it.
@@ -13,12 +13,19 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from shardwright.checkpoints.models.kimi_k3.attention import DeltaAttention, GatedLatentAttention
+from shardwright.checkpoints.models.kimi_k3.attention import (
+    DeltaAttention,
+    GatedLatentAttention,
+    GatedSparseAttention,
+    apart,
+)
 from shardwright.checkpoints.models.kimi_k3.configuration import KimiK3Config, KimiK3TextConfig
 from shardwright.checkpoints.models.kimi_k3.feed_forward import FeedForward, LatentMoE
 from shardwright.checkpoints.models.kimi_k3.names import register
 from shardwright.checkpoints.models.kimi_k3.norms import RMSNorm
 from shardwright.checkpoints.models.kimi_k3.residuals import add, append, mix
+from shardwright.checkpoints.models.kimi_k3.vision import Projector, VisionTower
+from shardwright.schemas.errors import RecipeError
 
 register(KimiK3TextConfig.model_type)
 
@@ -30,7 +37,8 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.full = config.layer_types[layer_idx] == "full_attention"
-        self.self_attn = GatedLatentAttention(config) if self.full else DeltaAttention(config)
+        full = GatedSparseAttention if layer_idx in config.sparse_layers else GatedLatentAttention
+        self.self_attn = full(config) if self.full else DeltaAttention(config)
         sparse = config.mlp_layer_types[layer_idx] == "sparse"
         self.feed_forward_name = "block_sparse_moe" if sparse else "mlp"
         self.add_module(
@@ -88,15 +96,29 @@ class KimiK3Model(KimiK3PreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Ids ``[B, T]`` or embeddings ``[B, T, H]`` → ``[B, T, H]``."""
+        """Ids ``[B, T]`` or embeddings ``[B, T, H]`` → ``[B, T, H]``.
+
+        No layer has positions. ``position_ids [B, T]`` that start anew divide a row into documents, between which full
+        attention does not look; the state of delta-rule layers is cut by whoever runs them on such rows.
+        """
+        attention_mask = documents_mask(position_ids, attention_mask)
         embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         state = embedded.unsqueeze(-2)
         for layer in self.layers:
             state = layer(state, attention_mask)
         last = self.output_attn_res_norm
         return self.norm(mix(state, last.weight, self.output_attn_res_proj.weight, last.eps))
+
+
+def documents_mask(positions: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
+    """The mask for full attention where positions start anew; else the one that is given."""
+    if positions is None:
+        return attention_mask
+    divided = apart(positions, attention_mask)
+    return attention_mask if divided is None else divided
 
 
 class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
@@ -114,10 +136,11 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits ``[B, T, vocabulary]``, and the mean loss of the next token where ``labels [B, T]`` are given."""
-        hidden = self.model(input_ids, attention_mask, inputs_embeds)
+        hidden = self.model(input_ids, attention_mask, inputs_embeds, position_ids)
         logits = self.lm_head(hidden)
         loss = None
         if labels is not None:
@@ -126,13 +149,15 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
 
 
 class KimiK3ForConditionalGeneration(KimiK3PreTrainedModel, GenerationMixin):
-    """The language model under the name that the published files give it. Images are not read: text alone trains."""
+    """The language model, and the vision tower and projector where the configuration has them."""
 
     config_class = KimiK3Config
 
     def __init__(self, config: KimiK3Config) -> None:
         super().__init__(config)
         self.language_model = KimiK3ForCausalLM(config.text_config)
+        if config.vision_config is not None:
+            self.vision_tower, self.mm_projector = VisionTower(config.vision_config), Projector(config.vision_config)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -141,6 +166,49 @@ class KimiK3ForConditionalGeneration(KimiK3PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> nn.Module:
         return self.language_model.lm_head
 
-    def forward(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
-        """As ``KimiK3ForCausalLM``."""
-        return self.language_model(*args, **kwargs)
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *args: Any,
+        pixel_values: Tensor | None = None,
+        image_grids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """As ``KimiK3ForCausalLM``; with images their features stand where the placeholder's id stands.
+
+        Args:
+            pixel_values: ``[N, 3, side, side]`` patches of all images, in the order of their placeholders.
+            image_grids: ``[M, 3]`` frames, rows and columns of each image.
+
+        Raises:
+            RecipeError: ``images-without-vision-tower``, ``image-tokens``, ``image-grid``.
+        """
+        if pixel_values is None:
+            return self.language_model(input_ids, *args, **kwargs)
+        if input_ids is None or image_grids is None:
+            raise _images("image-tokens", "images need token ids and grids", "give input_ids and image_grids")
+        embedded = self._with_images(input_ids, pixel_values, image_grids)
+        return self.language_model(None, *args, inputs_embeds=embedded, **kwargs)
+
+    def _with_images(self, ids: Tensor, pixel_values: Tensor, image_grids: Tensor) -> Tensor:
+        if self.config.vision_config is None:
+            raise _images(
+                "images-without-vision-tower",
+                "this checkpoint has no vision tower",
+                "take the images out of the data, or use the checkpoint that has vision_config",
+            )
+        grids = [(int(t), int(h), int(w)) for t, h, w in image_grids.tolist()]
+        features = self.mm_projector(self.vision_tower(pixel_values, grids))
+        embedded = self.get_input_embeddings()(ids)
+        held = ids == self.config.media_placeholder_token_id
+        if int(held.sum()) != len(features):
+            raise _images(
+                "image-tokens",
+                f"{int(held.sum())} placeholders for {len(features)} merged patches",
+                "repeat the placeholder once for each merged patch",
+            )
+        return embedded.masked_scatter(held.unsqueeze(-1), features.to(embedded.dtype))
+
+
+def _images(code: str, what: str, action: str) -> RecipeError:
+    return RecipeError(code, what, where="images", next_action=action)

@@ -9,7 +9,9 @@ Legend: T tokens of the longest document, K selected keys.
 
 from __future__ import annotations
 
+import json
 import math
+import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -29,15 +31,21 @@ class Measured:
     """Scores of 64 index heads and the exact top-2048; forward, for the indexer is frozen."""
 
 
-MEASURED: Mapping[str, Measured] = {
-    "NVIDIA H200": Measured(
-        dense={4096: (0.650, 2.17), 8192: (2.43, 7.73), 16_384: (9.44, 29.4), 32_768: (36.5, 117.0)},
-        sparse={8192: (4.62, 16.1), 32_768: (20.8, 84.8)},
-        indexer={8192: 1.23, 16_384: 5.34, 32_768: 21.3},
-    )
-}
-"""cuDNN under torch 2.11 and this operator in one process; of dense T 32768 the backward is 154 ms of both passes less
-the forward."""
+TIMES = pathlib.Path(__file__).with_name("times.json")
+"""Device → times, as ``kernels.dsa.crossover`` makes them of result lines."""
+
+
+def read_times(path: pathlib.Path = TIMES) -> dict[str, Measured]:
+    """The times of every device in a file."""
+    found: dict[str, Measured] = {}
+    for device, entry in json.loads(path.read_bytes()).items():
+        both = {kind: {int(T): (ms[0], ms[1]) for T, ms in entry[kind].items()} for kind in ("dense", "sparse")}
+        indexer = {int(T): float(ms) for T, ms in entry["indexer"].items()}
+        found[device] = Measured(both["dense"], both["sparse"], indexer)
+    return found
+
+
+MEASURED: Mapping[str, Measured] = read_times()
 
 
 @dataclass(frozen=True)

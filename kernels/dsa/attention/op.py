@@ -11,10 +11,6 @@ indexer (-1 where fewer keys exist), ``gate`` optional, ``[T, H]`` or ``[T, H, 5
 packed: T counts all tokens, indices are rows of the packed keys. The same meaning in plain torch, same arguments:
 ``reference.dsa_attention_reference``. ``sparse_gqa_attention`` is the same over key heads with values of their own.
 
-Saved for the backward: the inputs, lse, and the ungated output in two parts of its dtype. With one part alone the
-sum Σ o · dO, which is subtracted from dP, would carry the output's rounding: where one key has nearly all the share,
-that is all that would be left of dS.
-
 Precision: scores, shares and sums in fp32; shares and dS rounded once to the inputs' dtype for the matrix products;
 gradients of keys summed in fp32 over all queries, then rounded once (in fixed order each query's part is rounded too).
 
@@ -27,201 +23,15 @@ Legend: T queries, S keys, H query heads, G key heads, D, V widths of query and 
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from shardwright.kernels import device
 from shardwright.kernels.dispatch import direct, wants_gradient
-from shardwright.kernels.dsa.attention import launches, selection
+from shardwright.kernels.dsa.attention.compute import SparseAttention, compute_forward
 from shardwright.kernels.dsa.attention.problem import Problem
-
-
-def compute_forward(p: Problem, save: bool, check_indices: bool) -> launches.Forward:
-    """Guards that need real tensors, the check of the selection, and the forward."""
-    p.check_places(interpreted=device.interpreted())
-    if check_indices:
-        selection.watch(p)
-    with torch.no_grad():
-        return launches.forward(p, save)
-
-
-def compute_backward(
-    p: Problem, dy: Tensor, lse: Tensor, o: Tensor, low: Tensor, deterministic: bool
-) -> launches.Gradients:
-    """An expanded gradient (``o.sum()``) is made real rows first."""
-    selection.raise_pending()
-    with torch.no_grad():
-        return launches.backward(p, dy, lse, o, low, deterministic)
-
-
-PARTS = ("qn", "qr", "kn", "kr", "v", "gate", "sinks")
-"""Inputs that may learn, in the order in which the operator takes them."""
-
-
-def _ordered(found: launches.Gradients) -> tuple[Tensor | None, ...]:
-    return tuple(getattr(found, name) for name in PARTS)
-
-
-class SparseAttention(torch.autograd.Function):
-    """The short way for plain tensors (see ``kernels.dispatch``)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        qn: Tensor,
-        qr: Tensor | None,
-        kn: Tensor,
-        kr: Tensor | None,
-        v: Tensor | None,
-        gate: Tensor | None,
-        sinks: Tensor | None,
-        indices: Tensor,
-        bounds: Tensor | None,
-        scale: float,
-        block: int,
-        deterministic: bool,
-        check_indices: bool,
-    ) -> tuple[Tensor, Tensor]:
-        p = Problem(qn, qr, kn, kr, v, indices, bounds, gate, sinks, scale, block)
-        found = compute_forward(p, True, check_indices)
-        ctx.save_for_backward(
-            qn, qr, kn, kr, v, gate, sinks, indices, bounds, found.lse, found.low, found.y if gate is None else found.o
-        )
-        ctx.settings = (scale, block, deterministic)
-        ctx.mark_non_differentiable(found.lse)
-        ctx.set_materialize_grads(False)
-        return found.y, found.lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dy is None:
-            return (None,) * 13
-        qn, qr, kn, kr, v, gate, sinks, indices, bounds, lse, low, o = ctx.saved_tensors
-        scale, block, deterministic = ctx.settings
-        p = Problem(qn, qr, kn, kr, v, indices, bounds, gate, sinks, scale, block)
-        found = _ordered(compute_backward(p, dy, lse, o, low, deterministic))
-        wanted = (part if yes else None for part, yes in zip(found, ctx.needs_input_grad[:7], strict=True))
-        return (*wanted, *(None,) * 6)
-
-
-@torch.library.custom_op("shardwright::dsa_attention_forward", mutates_args=())
-def dsa_attention_forward(
-    qn: Tensor,
-    qr: Tensor | None,
-    kn: Tensor,
-    kr: Tensor | None,
-    v: Tensor | None,
-    gate: Tensor | None,
-    sinks: Tensor | None,
-    indices: Tensor,
-    bounds: Tensor | None,
-    scale: float,
-    block: int,
-    deterministic: bool,
-    check_indices: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, lse, and the ungated output's parts as one opaque node; the first of these is empty where nothing gates."""
-    p = Problem(qn, qr, kn, kr, v, indices, bounds, gate, sinks, scale, block)
-    found = compute_forward(p, save, check_indices)
-    return found.y, found.lse, (found.y.new_empty(0) if found.o is found.y else found.o), found.low
-
-
-@dsa_attention_forward.register_fake
-def _(
-    qn: Tensor,
-    qr: Tensor | None,
-    kn: Tensor,
-    kr: Tensor | None,
-    v: Tensor | None,
-    gate: Tensor | None,
-    sinks: Tensor | None,
-    indices: Tensor,
-    bounds: Tensor | None,
-    scale: float,
-    block: int,
-    deterministic: bool,
-    check_indices: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    p = Problem(qn, qr, kn, kr, v, indices, bounds, gate, sinks, scale, block)
-    p.check_static()
-    shape = (qn.shape[0], qn.shape[1], p.DV)
-    y = qn.new_empty(shape)
-    lse = qn.new_empty(shape[:2], dtype=torch.float32)
-    o = qn.new_empty(shape if save and gate is not None else (0,))
-    return y, lse, o, qn.new_empty(shape if save else (0,))
-
-
-@torch.library.custom_op("shardwright::dsa_attention_backward", mutates_args=())
-def dsa_attention_backward(
-    dy: Tensor,
-    qn: Tensor,
-    qr: Tensor | None,
-    kn: Tensor,
-    kr: Tensor | None,
-    v: Tensor | None,
-    gate: Tensor | None,
-    sinks: Tensor | None,
-    indices: Tensor,
-    bounds: Tensor | None,
-    lse: Tensor,
-    o: Tensor,
-    low: Tensor,
-    scale: float,
-    block: int,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients in the order of ``PARTS``; empty where an input is not there."""
-    p = Problem(qn, qr, kn, kr, v, indices, bounds, gate, sinks, scale, block)
-    found = _ordered(compute_backward(p, dy, lse, o, low, deterministic))
-    whole = [dy.new_empty(0) if part is None else part.contiguous() for part in found]
-    return cast(tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple(whole))
-
-
-@dsa_attention_backward.register_fake
-def _(
-    dy: Tensor,
-    qn: Tensor,
-    qr: Tensor | None,
-    kn: Tensor,
-    kr: Tensor | None,
-    v: Tensor | None,
-    gate: Tensor | None,
-    sinks: Tensor | None,
-    indices: Tensor,
-    bounds: Tensor | None,
-    lse: Tensor,
-    o: Tensor,
-    low: Tensor,
-    scale: float,
-    block: int,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    parts = (qn, qr, kn, kr, v, gate, sinks)
-    whole = [dy.new_empty(0) if part is None else part.new_empty(part.shape) for part in parts]
-    return cast(tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple(whole))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    y, lse, o, low = output
-    ctx.save_for_backward(*inputs[:9], lse, low, y if inputs[5] is None else o)
-    ctx.settings = inputs[9:12]
-    ctx.mark_non_differentiable(lse, o, low)
-
-
-def _differentiate(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    *parts, indices, bounds, lse, low, o = ctx.saved_tensors
-    found = dsa_attention_backward(dy, *parts, indices, bounds, lse, o, low, *ctx.settings)
-    wanted = (part if yes else None for part, yes in zip(found, ctx.needs_input_grad[:7], strict=True))
-    return (*wanted, *(None,) * 7)
-
-
-dsa_attention_forward.register_autograd(_differentiate, setup_context=_save)
+from shardwright.kernels.dsa.attention.registered import dsa_attention_forward
 
 
 def attend(p: Problem, deterministic: bool | None, check_indices: bool) -> tuple[Tensor, Tensor]:

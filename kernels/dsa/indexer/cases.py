@@ -1,4 +1,4 @@
-"""How the lightning indexer is verified, timed and compiled; and how a layer is, with sparse attention behind it.
+"""How the lightning indexer is verified, timed and compiled.
 
 The sizes of an input name its top-k. A choice is compared as the set of keys of each query: a key that differs by
 one fp32 rounding would else shift a whole ascending row.
@@ -11,23 +11,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwright.kernels.cases import BadInput, BenchCase, OpSuite, Run, Shape, normal, normal_on_device
+from shardwright.kernels.cases import BadInput, BenchCase, OpSuite, Shape, normal, normal_on_device
 from shardwright.kernels.compile_gate import AnyCase
-from shardwright.kernels.dsa.attention.cost import cost as attention_cost
-from shardwright.kernels.dsa.attention.op import dsa_attention
-from shardwright.kernels.dsa.attention.reference import dsa_attention_reference
 from shardwright.kernels.dsa.indexer import alarms, op, rivals
 from shardwright.kernels.dsa.indexer.cost import cost
 from shardwright.kernels.dsa.indexer.reference import (
-    indexer_reference,
     scores_at_reference,
     scores_reference,
     select_reference,
     visible,
 )
-from shardwright.kernels.dsa.indexer.rivals import SOFTMAX_WIDTH
 from shardwright.kernels.launched import cases_of, meta, noted
-from shardwright.schemas.ops import OpCost, PassCost
 
 LARGE = {"N": 64, "D": 128, "K": 2048}
 SMALL: tuple[Shape, ...] = (
@@ -234,94 +228,4 @@ SCORES_SUITE = OpSuite(
     dtypes=(torch.bfloat16, torch.float16),
     large_shapes=({"T": 600, "N": 64, "D": 128, "K": 320}, {"T": 1001, "N": 32, "D": 128, "K": 65}),
     constant=("indices",),
-)
-
-
-LAYER = {"N": 64, "D": 128, "K": 2048, "H": 64, "V": 512, "R": 64}
-LAYER_SMALL: tuple[Shape, ...] = (
-    {"T": 0, "N": 2, "D": 16, "K": 1, "H": 16, "V": 64, "R": 16},
-    {"T": 11, "N": 2, "D": 16, "K": 4, "H": 16, "V": 64, "R": 16},
-)
-CHOSEN.update({(T * 1024, LAYER["N"], LAYER["D"]): LAYER["K"] for T in (16, 32, 64)})
-CHOSEN.update({(s["T"], s["N"], s["D"]): s["K"] for s in LAYER_SMALL})
-
-
-def layer_inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> tuple[Tensor, ...]:
-    """The indexer's q, k, weights; the attention's q_nope, q_rope, latent, k_rope."""
-    T, H, V, R = (shape[name] for name in ("T", "H", "V", "R"))
-    sizes = ((T, H, V), (T, H, R), (T, V), (T, R))
-    mine = inputs(shape, dtype, device, seed)
-    return *mine, *(draw(size, dtype, device, seed + 5 + at) for at, size in enumerate(sizes))
-
-
-def layer(
-    q: Tensor, k: Tensor, weights: Tensor, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor
-) -> tuple[Tensor, ...]:
-    """LI + SFA, and SFAG behind; of an odd number of queries in a fixed order."""
-    indices, fixed_order = op.dsa_indexer(q, k, weights, top_k=top_k(q)), q.shape[0] % 2 == 1
-    o, _ = dsa_attention(
-        q_nope,
-        q_rope,
-        latent,
-        k_rope,
-        indices,
-        scale=SOFTMAX_WIDTH**-0.5,
-        deterministic=fixed_order,
-        check_indices=False,
-    )
-    return (o,)
-
-
-def reference_layer(
-    q: Tensor, k: Tensor, weights: Tensor, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor
-) -> tuple[Tensor, ...]:
-    indices = indexer_reference(q, k, weights, top_k=top_k(q), scale=op.default_scale(q))
-    return (dsa_attention_reference(q_nope, q_rope, latent, k_rope, indices, scale=SOFTMAX_WIDTH**-0.5)[0],)
-
-
-def layer_cost(
-    T: int, N: int, D: int, K: int, H: int, V: int, R: int, dtype: str, *, weight_gradient: bool = False
-) -> OpCost:
-    """The choice, then attention forward and backward; the indexer has no backward here."""
-    mine = cost(T, N, D, K, dtype)
-    behind = attention_cost(T, H, T, K, V, dtype, R=R, weight_gradient=weight_gradient)
-    counts = ("flops", "bytes_read", "bytes_written", "launches", "floor_flops", "floor_bytes")
-    forward = {name: getattr(mine.forward, name) + getattr(behind.forward, name) for name in counts}
-    workspace = max(mine.forward.workspace_bytes, behind.forward.workspace_bytes)
-    shape = {"T": T, "N": N, "D": D, "K": K, "H": H, "V": V, "R": R}
-    return OpCost(
-        op=mine.op,
-        provider=mine.provider,
-        dtype=dtype,
-        shape=shape,
-        forward=PassCost(**forward, workspace_bytes=workspace),
-        backward=behind.backward,
-        saved_bytes=mine.saved_bytes + behind.saved_bytes,
-    )
-
-
-def dense_beside(case: BenchCase, name: str) -> dict[str, Run]:
-    """Dense attention at the same T, and the indexer alone."""
-    mine, K = inputs(case.shape, case.dtype, "cuda", 11), case.shape["K"]
-    dense = rivals.dense_attention(case.shape["T"], case.shape["H"], case.dtype, backward=name != "fwd")
-    return {"dense_cudnn": dense, "indexer": lambda: op.dsa_indexer(*mine, top_k=K)}
-
-
-LAYER_SUITE = OpSuite(
-    op="dsa_indexer",
-    inputs=layer_inputs,
-    input_names=("q", "k", "weights", "q_nope", "q_rope", "latent", "k_rope"),
-    output_names=("o",),
-    frozen=(),
-    fused=layer,
-    reference=reference_layer,
-    cost=layer_cost,
-    rivals={},
-    small_shapes=LAYER_SMALL,
-    bench=tuple(
-        BenchCase(f"dsa-layer/T{T}k-H64", {"T": T * 1024, **LAYER}, torch.bfloat16, ("fwd+bwd",)) for T in (16, 32, 64)
-    ),
-    dtypes=(torch.bfloat16,),
-    constant=("q", "k", "weights"),
-    extras=dense_beside,
 )

@@ -14,8 +14,8 @@ from shardwright.agents.llm.chat import Chat
 from shardwright.agents.llm.open_regions import OpenRegion
 from shardwright.agents.llm.proposed import as_match
 from shardwright.agents.llm.redact import facts_only, operator_word, printable
-from shardwright.agents.llm.scripted import Answer, Raw, Request, in_turn, message, serve
-from shardwright.agents.llm.structure_advisor import ProposeArguments
+from shardwright.agents.llm.scripted import Answer, Raw, Request, in_turn, message, ready, serve
+from shardwright.agents.llm.structure_advisor import FinishArguments, ProposeArguments
 from shardwright.agents.llm.wire import OpenAIWire
 from shardwright.agents.structure.certify import certify
 from shardwright.schemas.errors import LegalityError, LlmUnavailableError
@@ -138,6 +138,12 @@ HOSTILE: dict[str, Callable[[Request], Answer]] = {
     "garbage": in_turn([LIST, Raw(b"<html>")]),
     "huge": in_turn([Raw(b"y" * 65_536, pieces=32)]),
     "server error": in_turn([LIST, Raw(b"{}", status=503)]),
+    "slow bytes": in_turn([LIST, Raw(b" ", pause_s=0.2, pieces=1000)]),
+    "drops in mid-stream": in_turn([LIST, Raw(b'{"choices": [', promised_bytes=5000)]),
+    "wrong schema": in_turn([message(calls=[("propose_region", {"region": "region-1", "run": "rm"})]), FINISH]),
+    "names nothing": (lambda many: lambda request: ready(request) or next(many))(
+        message(calls=[("show_region", {"region": f"region-{at}"})]) for at in range(900, 1000)
+    ),
     "refuses": in_turn([message("") | {"choices": [{"message": {"refusal": "no", "content": None}}]}]),
 }
 
@@ -154,7 +160,8 @@ def test_a_hostile_model_ends_with_the_rules_result(gpt_oss: SimpleNamespace, na
         record = session.record(advisor.advice.suggestions)
     assert advisor.advice.proposals == []
     assert record.calls <= 20 and record.said.startswith("structure: ")
-    assert record.end == ("failed" if name in ("breaks off", "garbage", "huge", "server error") else "complete")
+    failing = ("breaks off", "garbage", "huge", "server error", "slow bytes", "drops in mid-stream")
+    assert record.end == ("failed" if name in failing else "complete")
     if record.end == "failed":
         assert "the rules' result stands" in record.said
 
@@ -230,3 +237,62 @@ def test_a_server_without_tools_is_led_by_text(gpt_oss: SimpleNamespace, talk: C
     assert advisor.run(plain).why == "complete"
     assert len(advisor.advice.proposals) == 1
     assert "tools" not in served.requests[0] and "propose_region" in served.requests[0]["messages"][0]["content"]
+
+
+def test_a_server_of_schemas_is_offered_only_what_tells_something_new(
+    gpt_oss: SimpleNamespace, talk: Callable[..., Any]
+) -> None:
+    """It takes the first call that the schema allows, as a model decoded under a grammar may: that must end well."""
+
+    def first_allowed(request: Request) -> Answer:
+        call = request["response_format"]["json_schema"]["schema"]["properties"]["call"]["anyOf"][0]["properties"]
+        return message(json.dumps({"call": {"tool": call["tool"]["const"], "arguments": filled(call["arguments"])}}))
+
+    chat, served = talk(first_allowed, turns=200, calls=200, tokens=10_000_000)
+    constrained = Chat(chat.wire, chat.budget, chat.can.model_copy(update={"tool_calls": False}))
+    advisor = gpt_oss.advisor()
+    ended = advisor.run(constrained)
+    count = len(advisor.regions)
+    assert ended.why == "complete" and ended.turns == 1 + 4 * count + 1
+    asked = [json.dumps(exchange["reply"]["choices"][0]["message"]["content"]) for exchange in chat.wire.exchanges]
+    assert len(set(asked)) == len(asked), "no call was offered twice"
+    assert len(advisor.advice.proposals) >= 1 and served.requests[0]["messages"][0]["role"] == "system"
+
+
+def filled(schema: dict[str, Any]) -> Any:
+    """The smallest value of a strict schema: first choices, empty lists, one word."""
+    if "enum" in schema:
+        return schema["enum"][0]
+    if schema["type"] == "object":
+        return {name: filled(one) for name, one in schema["properties"].items()}
+    return {"array": [], "string": "word", "integer": 1, "boolean": True}[schema["type"]]
+
+
+def test_a_reply_cut_at_its_limit_is_said_and_not_the_end(gpt_oss: SimpleNamespace, talk: Callable[..., Any]) -> None:
+    cut = message('{"call": {"tool": "name_region", "arguments": {"region": "region-1", "words": "aaaa')
+    cut["choices"][0]["finish_reason"] = "length"
+    end = message('{"call": {"tool": "finish", "arguments": {"order": [], "reason": "r"}}}')
+    chat, served = talk(in_turn([cut, end]))
+    constrained = Chat(chat.wire, chat.budget, chat.can.model_copy(update={"tool_calls": False}))
+    assert gpt_oss.advisor().run(constrained).why == "complete"
+    assert "fewer words" in served.requests[1]["messages"][-1]["content"]
+
+
+def test_the_models_order_holds_for_parts_too(gpt_oss: SimpleNamespace) -> None:
+    advisor = gpt_oss.advisor()
+    large, region = max(advisor.regions.items(), key=lambda item: len(item[1].nodes))
+    for other in advisor.regions:
+        if other != large:
+            advisor.propose(ProposeArguments(region=other, nodes=[], reason="whole"))
+    wholes = len(advisor.advice.proposals)
+    # Without its first node a part has another first node than its region.
+    nodes = [f"node-{at}" for at in range(1, len(region.nodes))]
+    for left_out in nodes:
+        if len(advisor.advice.proposals) == wholes:
+            kept = [node for node in nodes if node != left_out]
+            advisor.propose(ProposeArguments(region=large, nodes=kept, reason="a part"))
+    assert wholes >= 1 and len(advisor.advice.proposals) == wholes + 1
+    part = advisor.advice.proposals[-1].id
+    advisor.finish(FinishArguments(order=[large, "region-99"], reason="the part first"))
+    assert advisor.advice.proposals[0].id == part
+    assert advisor.advice.suggestions[-1].because == "order of 1 proposed"

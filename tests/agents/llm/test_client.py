@@ -155,6 +155,14 @@ def test_the_probe_sees_what_a_server_can(talk: Callable[..., Any]) -> None:
     chat, served = talk(plain)
     assert not any(probe(chat).model_dump().values())
     assert len(served.requests) == 4
+    assert served.requests[0]["max_tokens"] <= 64, "a model that does not stop must not spend a budget on a probe"
+
+
+@pytest.mark.parametrize("broken", [b"<html>", b'{"choices": []}'])
+def test_a_server_that_answers_tools_with_nonsense_has_none(talk: Callable[..., Any], broken: bytes) -> None:
+    chat, _ = talk(lambda request: Raw(broken) if "tools" in request else message('{"state": "ready"}'))
+    can = probe(chat)
+    assert can.schema_replies and not can.tool_calls
 
 
 def test_a_recording_replays_and_refuses_anything_else(talk: Callable[..., Any], tmp_path: Path) -> None:

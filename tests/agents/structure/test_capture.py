@@ -23,6 +23,7 @@ PINNED = {
         ("layer", "rms_norm"): 2,
         ("layer", "add_rms_norm"): 2,
         ("layer", "router"): 1,
+        ("layer", "qkv_merge"): 1,
         ("layer/experts", "swiglu"): 1,
         ("layer/experts", "experts"): 1,
         ("final", "rms_norm"): 1,
@@ -33,6 +34,7 @@ PINNED = {
         ("layer", "add_rms_norm"): 2,
         ("layer", "router"): 1,
         ("layer", "qk_norm_rope"): 1,
+        ("layer", "qkv_merge"): 1,
         ("layer/experts", "swiglu"): 1,
         ("layer/experts", "experts"): 1,
         ("final", "rms_norm"): 1,
@@ -43,11 +45,18 @@ PINNED = {
         ("layer", "add_rms_norm"): 1,
         ("layer", "swiglu"): 1,
         ("layer", "latent_norm"): 1,
+        ("layer", "qkv_merge"): 1,
+        ("layer", "gate_up_merge"): 1,
+        ("layer", "mla"): 1,
         ("layer-2", "rms_norm"): 4,
         ("layer-2", "add_rms_norm"): 2,
         ("layer-2", "swiglu"): 1,
         ("layer-2", "router"): 1,
         ("layer-2", "latent_norm"): 1,
+        ("layer-2", "qkv_merge"): 1,
+        ("layer-2", "gate_up_merge"): 1,
+        ("layer-2", "shared_expert"): 1,
+        ("layer-2", "mla"): 1,
         ("layer-2/experts", "swiglu"): 1,
         ("layer-2/experts", "experts"): 1,
         ("final", "rms_norm"): 1,
@@ -155,3 +164,25 @@ def test_thirty_layers_cost_as_little_as_one(tiny, captured) -> None:  # type: i
     assert time.perf_counter() - start < 20
     assert [len(one.occurrences) for one, _ in pairs] == [30, 30, 1, 1]
     assert all(len(canonical.nodes) < 200 for _, canonical in pairs)
+
+
+def test_a_block_without_gradient_is_part_of_its_graph() -> None:
+    """The operands of a ``no_grad`` block stay those of the nodes around it; it adds no input of its own."""
+    from shardwright.agents.structure.flatten import flatten
+
+    class Scored(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x + 1
+            with torch.no_grad():
+                m = y * self.w
+            return y * m
+
+    exported = torch.export.export(Scored(), (torch.randn(3, 4),))
+    graph = flatten(exported.graph_module)
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    assert len(places) == 2, "w and x"
+    assert all(node.users for node in graph.nodes if node.op != "output")

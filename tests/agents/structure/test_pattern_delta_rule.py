@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from shardwright.agents.structure.differential import compare
 from shardwright.agents.structure.opaque_rules import RULES, opaque_rules
 from shardwright.agents.structure.patterns.delta_rule import ROLES, DeltaRule, rule_cases
 from shardwright.agents.structure.testkit import PatternContract, captured_examples, meta
+from shardwright.kernels import evidence
+from shardwright.kernels.registry import source_sha256
+from shardwright.schemas.ops import MeasuredTime
 
 HEADS, WIDTH = 2, 8
 
@@ -137,3 +141,50 @@ def test_the_oracle_tells_a_changed_decay(form: str) -> None:
         return pattern.oracle(values | {"g": values["g"].roll(1, dims=1)}, {})
 
     assert compare(shifted, lambda v: pattern.oracle(v, {}), cases, ROLES).error > 1e-3
+
+
+@pytest.mark.parametrize(("form", "op"), [("heads", "gated_delta"), ("channels", "kda")])
+def test_a_kernel_is_offered_only_with_evidence_for_its_source(
+    form: str, op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shipped time for another source, another provider or another operator opens nothing."""
+    pattern = DeltaRule()
+    (spec,) = [s for s in pattern.variants() if s.forms == (form,)]
+    assert spec.op == op
+    (pair, *_), _ = captured_examples(example(per_channel=form == "channels"))
+    (match,) = pattern.find(*pair)
+    monkeypatch.setattr(evidence, "SHIPPED", tmp_path)
+    store = evidence.EvidenceStore(tmp_path / "some-device.jsonl")
+    right = source_sha256(op)
+    wrong = (
+        {"source_sha256": "0" * 64},
+        {"provider": "eager"},
+        {"op": "rms_norm"},
+    )
+    for changed in wrong:
+        store.add([measured_time(op, right, **changed)])
+        assert "verified" in pattern.refuses(match, spec)
+    store.add([measured_time(op, right)])
+    assert pattern.refuses(match, spec) == ""
+    (eager,) = [s for s in pattern.variants() if s.provider == "eager"]
+    assert pattern.refuses(match, eager) == ""
+
+
+def measured_time(op: str, sha: str, /, **changed: str) -> MeasuredTime:
+    named: dict[str, Any] = {
+        "op": op,
+        "provider": "shardwright",
+        "pass_name": "fwd+bwd",
+        "device": "some device",
+        "driver": "1",
+        "versions": {},
+        "source_sha256": sha,
+        "shape_bucket": "H1,T64",
+        "dtype": "bfloat16",
+        "median_ms": 1.0,
+        "floor_ms": 0.5,
+        "peak_bytes": 1,
+        "repeats": 1,
+        "date": "2026-01-01",
+    }
+    return MeasuredTime(**{**named, **changed})

@@ -128,6 +128,63 @@ def over_tokens(gate: Gate, x: Tensor) -> tuple[Tensor, ...]:
     return logits, shared(weights).to(x.dtype), ids
 
 
+class Told(nn.Module):
+    """A router whose matrix lies in a child and whose bias is the block's, passed as the second argument."""
+
+    def __init__(self, wide_logits: bool) -> None:
+        super().__init__()
+        self.gate, self.wide_logits = nn.Linear(HIDDEN, EXPERTS, bias=False), wide_logits
+
+    def forward(self, hidden: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        logits = self.gate(hidden)
+        wide = logits.to(torch.float32)
+        scores = wide.sigmoid()
+        ids = torch.topk(scores + bias, CHOSEN, dim=-1).indices
+        weights = scores.gather(1, ids)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return wide if self.wide_logits else logits, weights, ids
+
+
+class Telling(nn.Module):
+    def __init__(self, wide_logits: bool = False) -> None:
+        super().__init__()
+        self.router = Told(wide_logits)
+        self.register_buffer("expert_bias", torch.zeros(EXPERTS, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.view(-1, HIDDEN)
+        _, weights, ids = self.router(flat, self.expert_bias.float())
+        return flat * (weights * ids).sum(-1, keepdim=True).to(x.dtype)
+
+
+def telling(wide_logits: bool = False):  # type: ignore[no-untyped-def]
+    return lambda: (Telling(wide_logits), (meta(2, 6, HIDDEN),))
+
+
+class Offset(nn.Module):
+    """Adds a vector to the product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(EXPERTS, HIDDEN)), nn.Parameter(torch.zeros(EXPERTS))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        logits = F.linear(hidden, self.weight, self.bias)
+        values, ids = torch.topk(logits, CHOSEN, dim=-1)
+        return logits, F.softmax(values, dim=1, dtype=values.dtype), ids
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Offset()
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.view(-1, HIDDEN)
+        _, weights, ids = self.gate(flat)
+        return flat * (weights * ids).sum(-1, keepdim=True).to(x.dtype)
+
+
 def example(choice: Choice):  # type: ignore[no-untyped-def]
     return lambda: (Block(choice), (meta(2, 6, HIDDEN),))
 
@@ -158,6 +215,9 @@ class TestRouter(PatternContract):
         "one-group": (example(grouped(1, 1)), 1),
         "best-of-group": (example(grouped(score="max")), 1),
         "larger-epsilon": (example(grouped(eps=1e-6)), 1),
+        "told": (telling(), 1),
+        "told-wide": (telling(wide_logits=True), 1),
+        "offset": (lambda: (Shifted(), (meta(2, 6, HIDDEN),)), 1),
     }
     near_misses = {"gradient-hook": hooked, **{name: example(choice) for name, choice in NEARLY.items()}}
 
@@ -172,7 +232,9 @@ class TestRouter(PatternContract):
             for _, certificate in self.found(self.near_misses[name]):
                 assert not certificate.legal, name
 
-    @pytest.mark.parametrize("name", ["softmax", "chosen-logits", "grouped", "one-group", "best-of-group"])
+    @pytest.mark.parametrize(
+        "name", ["softmax", "chosen-logits", "grouped", "one-group", "best-of-group", "told", "offset"]
+    )
     def test_the_operator_is_offered(self, name: str) -> None:
         assert self.kernel(name) == ""
 
@@ -188,6 +250,15 @@ class TestRouter(PatternContract):
         wanted |= {"renormalise": True, "logits_dtype": "float32", "weights_dtype": "float32"}
         assert {name: match.constants[name] for name in wanted} == wanted
         assert match.roles == {"weight": "weight", "bias": "bias"} and match.anchor == "layer.gate"
+
+    def test_where_workers_find_what_is_not_the_modules_own(self) -> None:
+        ((told, _),) = self.found(self.positives["told"][0])
+        assert told.roles["weight"] == "gate.weight" and told.constants["bias_argument"] is True
+        assert "logits_cast" not in told.constants
+        ((wide, _),) = self.found(self.positives["told-wide"][0])
+        assert wide.constants["logits_cast"] == "float32" and self.kernel("told-wide") == ""
+        ((offset, _),) = self.found(self.positives["offset"][0])
+        assert offset.roles == {"weight": "weight", "offset": "bias"} and "bias_argument" not in offset.constants
 
     def test_a_wrong_choice_is_caught(self) -> None:
         """The comparison sees one token sent to another expert, one weight of two changed, and one lost."""

@@ -9,9 +9,10 @@ import pytest
 
 from shardwright.agents.structure.choose import fastest
 from shardwright.agents.structure.join import decimal_text, recertify
+from shardwright.agents.structure.patterns import PATTERNS
 from shardwright.agents.structure.propose import find_matches
 from shardwright.agents.structure.rank import Target, counted, floor_ms, timing, variants
-from shardwright.agents.structure.run import StructureResult, run_structure
+from shardwright.agents.structure.run import StructureResult, open_structure, run_structure
 from shardwright.checkpoints.profile import profile_checkpoint
 from shardwright.kernels.evidence import EvidenceStore, shape_bucket
 from shardwright.kernels.registry import source_sha256
@@ -19,11 +20,13 @@ from shardwright.schemas.canonical import canonical_bytes
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.fusion import FusionDecision, Gain, Variant, VariantPredicate
 from shardwright.schemas.ops import MeasuredTime
-from shardwright.schemas.profile import CheckpointProfile
+from shardwright.schemas.profile import CheckpointProfile, Packing
 from shardwright.schemas.recipe import LoraSpec, Recipe
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces.catalogue import load_cluster
 
+UNCOSTED = {pattern.name for pattern in PATTERNS if not pattern.costed}
+"""Recognised patterns: no provider but eager may be taken, and nothing is claimed about time."""
 NORM, PAIR = "rms_norm:{}:post_attention_layernorm", "add_rms_norm:{}:post_attention_layernorm"
 
 
@@ -84,6 +87,26 @@ def test_a_cpu_cluster_stays_eager_and_says_why(on_cpu, kind) -> None:  # type: 
     assert proposals[PAIR.format(kind)].reason.startswith(f"superseded by {NORM.format(kind)}")
     kernel = next(v for v in proposals[NORM.format(kind)].variants if v.provider == "shardwright")
     assert not kernel.available and "cuda" in kernel.unavailable_because
+
+
+def test_packed_experts_close_their_own_kernels_and_no_other(on_cuda, mixtral_folder, profile, recipe, kind) -> None:  # type: ignore[no-untyped-def]
+    stacks = {f"model.layers.{i}.mlp.experts.{name}_proj": "mxfp4" for i in range(3) for name in ("gate_up", "down")}
+    opened = open_structure(mixtral_folder, profile, load_cluster("h200-8"), recipe)
+    by_name = {f"{m.pattern.name}:{m.label}": m for m in opened.matches}
+
+    def kernel(match: str, packed: dict[str, str] | None) -> Variant:
+        target = replace(opened.target, packed=packed)
+        found = variants(by_name[match], target, adapted=False)
+        return next(v for v in found if v.provider == "shardwright")
+
+    norm, experts = "rms_norm:input_layernorm", "experts:experts"
+    assert kernel(norm, {}).available and kernel(experts, {}).available
+    assert kernel(norm, stacks).available and not kernel(experts, stacks).available
+    assert "is stored as mxfp4" in kernel(experts, stacks).unavailable_because
+    packing = Packing(format="mxfp4", tensors=6, stored_bytes=1, logical_parameters=1)
+    unknown = profile.model_copy(update={"packing": (packing,)})
+    opened = replace(opened, target=replace(opened.target, profile=unknown))
+    assert not kernel(norm, None).available, "which parameters are packed is not known: all may be"
 
 
 def test_the_seam_between_layers_is_shown_and_refused(on_cuda, kind) -> None:  # type: ignore[no-untyped-def]
@@ -151,6 +174,9 @@ def test_a_refused_certificate_stays_refused(on_cuda, recipe, kind) -> None:  # 
 def test_gains_say_where_they_come_from(on_cuda) -> None:  # type: ignore[no-untyped-def]
     for proposal in on_cuda.proposals:
         for variant in proposal.variants:
+            if proposal.pattern in UNCOSTED:
+                assert variant.gain is None and (variant.provider == "eager" or not variant.available)
+                continue
             assert variant.gain is not None
             assert variant.gain.basis and variant.gain.time_ms > 0
             assert variant.gain.time_ms >= 0.99 * variant.gain.floor_ms or variant.gain.origin == "measured"

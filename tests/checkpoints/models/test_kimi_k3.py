@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwright.checkpoints.build import build_from_config, state_shapes
+from shardwright.checkpoints.config import config_of
 from shardwright.checkpoints.models.kimi_k3.configuration import KimiK3TextConfig
 from shardwright.checkpoints.models.kimi_k3.delta_rule import delta_rule
-from shardwright.checkpoints.models.kimi_k3.model import KimiK3ForCausalLM
+from shardwright.checkpoints.models.kimi_k3.model import KimiK3ForCausalLM, documents_mask
 from shardwright.schemas.errors import CheckpointError
 
 TINY: dict[str, Any] = {
@@ -45,10 +47,24 @@ TINY: dict[str, Any] = {
 }
 
 
+SPARSE: dict[str, Any] = {
+    **TINY,
+    "num_experts": 16,
+    "index_n_heads": 16,
+    "index_head_dim": 6,
+    "index_topk": 5,
+    "linear_attn_config": {**TINY["linear_attn_config"], "sparse_attn_layers": [2]},
+}
+"""Delta-rule layers, one sparse and one dense latent attention, 16 experts."""
+
+
 @pytest.fixture(scope="module")
 def model() -> KimiK3ForCausalLM:
+    return filled(KimiK3ForCausalLM(KimiK3TextConfig(**TINY)).double())
+
+
+def filled(made: Any) -> Any:
     torch.manual_seed(3)
-    made = KimiK3ForCausalLM(KimiK3TextConfig(**TINY)).double()
     with torch.no_grad():
         for name, value in made.named_parameters():
             value.normal_(0, 0.3 if value.dim() > 1 else 0.2)
@@ -118,9 +134,29 @@ def reference_mla(w: dict[str, Tensor], x: Tensor, c: KimiK3TextConfig) -> Tenso
         for h in range(heads):
             keys = torch.cat([kv[: t + 1, h, :nope], shared[: t + 1]], -1)
             scores = keys @ q[t, h] / math.sqrt(nope + extra)
-            read.append(torch.softmax(scores, 0) @ kv[: t + 1, h, nope:])
+            seen = indexed(w, x, t, c) if "indexer.wk.weight" in w else list(range(t + 1))
+            read.append(torch.softmax(scores[seen], 0) @ kv[seen, h, nope:])
         out.append(torch.cat(read))
     return (torch.stack(out) * torch.sigmoid(x @ w["g_proj.weight"].T)) @ w["o_proj.weight"].T
+
+
+@torch.no_grad()
+def indexed(w: dict[str, Tensor], x: Tensor, t: int, c: KimiK3TextConfig) -> list[int]:
+    """The tokens that token t looks at; the last that is chosen and the first that is not must differ in score."""
+    query = rms(w["q_a_proj.weight"] @ x[t], w["q_a_layernorm.weight"], 1e-6)
+    heads = (w["indexer.wq_b.weight"] @ query).view(c.index_n_heads, c.index_head_dim)
+    weights = w["indexer.weights_proj.weight"] @ x[t]
+    scores = []
+    for s in range(t + 1):
+        key = w["indexer.wk.weight"] @ x[s]
+        key = (key - key.mean()) / torch.sqrt(((key - key.mean()) ** 2).mean() + 1e-6)
+        key = key * w["indexer.k_norm.weight"] + w["indexer.k_norm.bias"]
+        dots = [max(float(heads[j] @ key), 0.0) / math.sqrt(c.index_head_dim) for j in range(c.index_n_heads)]
+        scores.append(sum(float(weights[j]) * dots[j] for j in range(c.index_n_heads)) / math.sqrt(c.index_n_heads))
+    order = sorted(range(t + 1), key=lambda s: -scores[s])
+    if t >= c.index_topk:
+        assert scores[order[c.index_topk - 1]] - scores[order[c.index_topk]] > 1e-9, "a tie: choose another seed"
+    return sorted(order[: c.index_topk])
 
 
 def situ(gate: Tensor, up: Tensor) -> Tensor:
@@ -193,8 +229,14 @@ def reference_logits(model: KimiK3ForCausalLM, ids: Tensor) -> Tensor:
     return rms(last, w["model.norm.weight"], 1e-5) @ w["lm_head.weight"].T
 
 
-def test_the_model_is_its_formulas(model: KimiK3ForCausalLM) -> None:
-    """Logits and the gradient of every parameter; experts that no token chose have none."""
+@pytest.mark.parametrize("form", ["dense", "sparse"])
+def test_the_model_is_its_formulas(model: KimiK3ForCausalLM, form: str) -> None:
+    """Logits and the gradient of every parameter; experts that no token chose have none, indexers never."""
+    if form == "sparse":
+        model = filled(KimiK3ForCausalLM(KimiK3TextConfig(**SPARSE)).double())
+        assert [type(layer.self_attn).__name__ for layer in model.model.layers][1:] == [
+            "GatedSparseAttention", "DeltaAttention", "DeltaAttention", "GatedLatentAttention",
+        ]  # fmt: skip
     torch.manual_seed(0)
     ids = torch.randint(0, 64, (2, 18))
     direction = torch.randn(2, 18, 64, dtype=torch.float64)
@@ -209,6 +251,9 @@ def test_the_model_is_its_formulas(model: KimiK3ForCausalLM) -> None:
     for name, value in model.named_parameters():
         right = torch.zeros_like(value) if value.grad is None else value.grad
         scale = float(right.abs().max()) or 1.0
+        if "indexer" in name:
+            assert ours[name] is None
+            continue
         assert ours[name] is not None, name
         assert float((ours[name] - right).abs().max()) <= 1e-5 * scale, name
 
@@ -250,14 +295,19 @@ def test_later_tokens_change_nothing_before(model: KimiK3ForCausalLM) -> None:
     torch.testing.assert_close(before, after, rtol=1e-12, atol=1e-12)  # experts' products round by their row counts
 
 
-def test_the_published_size_to_the_digit() -> None:
-    """Section by section of the published audit of the language model, with its buffers."""
+def load_published() -> Any:
     path = Path(__file__).resolve().parents[1] / "published.py"
     spec = importlib.util.spec_from_file_location("published_k3", path)
     assert spec is not None and spec.loader is not None
     published = importlib.util.module_from_spec(spec)
     sys.modules["published_k3"] = published
     spec.loader.exec_module(published)
+    return published
+
+
+def test_the_published_size_to_the_digit() -> None:
+    """Section by section of the published audit of the language model, with its buffers."""
+    published = load_published()
     text = dict(published.kimi_k3().config["text_config"])
     config = KimiK3TextConfig(**{k: v for k, v in text.items() if k not in ("model_type", "architectures")})
     with torch.device("meta"):
@@ -280,11 +330,39 @@ def test_the_published_size_to_the_digit() -> None:
     assert attention == {False: 30_618_088_704, True: 5_572_706_304}
 
 
+def test_the_whole_model_is_the_headers_to_the_digit(tmp_path: Path) -> None:
+    """Every name and every value of the published files, vision tower and projector too, has its place, and no other.
+
+    ``state_shapes`` holds packed experts as the values that they decode to; 2,779,931,837,184 with the router's biases
+    and the padding of A_log (84,640).
+    """
+    published = load_published()
+    one = published.kimi_k3()
+    config = config_of(one.config, tmp_path)
+    whole = build_from_config(config, torch.bfloat16)
+    shapes = state_shapes(whole)
+    assert sum(math.prod(shape) for shape in shapes.values()) == 2_779_931_752_544 + 84_640
+    padding = sum(shapes[name][0] - 96 for name in shapes if name.endswith("A_log"))
+    biases = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith("e_score_correction_bias"))
+    assert padding + biases == 84_640
+    stored = {name.removesuffix("_packed"): shape for name, _, shape in one.tensors if not name.endswith("_scale")}
+    plain = {name: shape for name, shape in stored.items() if ".experts." not in name}
+    assert {name: shape for name, shape in shapes.items() if ".experts." not in name} == plain
+    routed = sum(2 * math.prod(shape) for name, shape in stored.items() if ".experts." in name)
+    assert routed == sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
+    parts = {"vision_tower.": 401_214_464, "mm_projector.": 46_144_512}
+    for part, expected in parts.items():
+        assert sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(part)) == expected, part
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"linear_attn_config": {**TINY["linear_attn_config"], "kda_layers": [1, 3]}}, "4 of 5 layers"),
         ({"linear_attn_config": {**TINY["linear_attn_config"], "full_attn_layers": [0, 5]}}, "counted from 1"),
+        ({"linear_attn_config": {**TINY["linear_attn_config"], "a_log_size": 2}}, "does not hold 3 heads"),
+        ({"index_topk": 4}, "index_n_heads"),
+        ({**SPARSE, "linear_attn_config": {**TINY["linear_attn_config"], "sparse_attn_layers": [1]}}, "counted from 1"),
     ],
 )
 def test_a_contradiction_is_refused(change: dict[str, Any], words: str) -> None:
@@ -295,3 +373,17 @@ def test_a_contradiction_is_refused(change: dict[str, Any], words: str) -> None:
 def test_a_missing_size_is_named() -> None:
     with pytest.raises(CheckpointError, match="kv_lora_rank"):
         KimiK3TextConfig(**{k: v for k, v in TINY.items() if k != "kv_lora_rank"})
+
+
+def test_documents_of_a_row_do_not_see_each_other(model: KimiK3ForCausalLM) -> None:
+    """Full attention by the positions that start anew; the delta-rule layers are cut by who runs the rows."""
+    sparse = filled(KimiK3ForCausalLM(KimiK3TextConfig(**SPARSE)).double())
+    torch.manual_seed(1)
+    x = torch.randn(1, 20, 32, dtype=torch.float64)
+    positions = torch.cat([torch.arange(9), torch.arange(11)]).unsqueeze(0)
+    mask = documents_mask(positions, None)
+    for attention in (model.model.layers[1].self_attn, sparse.model.layers[1].self_attn):
+        together = attention(x, mask)
+        alone = torch.cat([attention(x[:, :9]), attention(x[:, 9:])], 1)
+        torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
+    assert documents_mask(torch.arange(20).unsqueeze(0), None) is None

@@ -7,8 +7,8 @@ import torch
 
 from shardwright.kernels import interpreter
 from shardwright.kernels.grouped_lora_mlp.contract import Activation, Kind, Layout
-from shardwright.kernels.grouped_lora_mlp.op import Adapter, choice_of
-from shardwright.kernels.packed_experts import cases, configs, launches, op, workspace
+from shardwright.kernels.grouped_lora_mlp.layer import Adapter, Wants, choice_of
+from shardwright.kernels.packed_experts import cases, configs, copies_launch, op, workspace
 from shardwright.kernels.packed_experts.compute import PackedWeights
 from shardwright.kernels.packed_experts.reference import dequantise_reference, packed_experts_reference
 from shardwright.kernels.packed_experts.storage import PackedStack, fp8_stack, mxfp4_stack
@@ -29,9 +29,9 @@ def test_decoding_is_exact_for_every_byte_and_scale() -> None:
     packed = torch.arange(256, dtype=torch.uint8).reshape(1, 8, 32).repeat(1, 32, 1)
     scale = torch.arange(512).remainder(256).to(torch.uint8).reshape(1, 256, 2)
     stack = mxfp4_stack(packed, scale)
-    found, exact = launches.dequantise(stack), dequantise_reference(stack)
+    found, exact = copies_launch.dequantise(stack), dequantise_reference(stack)
     assert torch.equal(found.isnan(), exact.isnan()) and torch.equal(found.nan_to_num(), exact.nan_to_num())
-    assert torch.equal(launches.dequantise(fp8(2, 128, 256, 1)), dequantise_reference(fp8(2, 128, 256, 1)))
+    assert torch.equal(copies_launch.dequantise(fp8(2, 128, 256, 1)), dequantise_reference(fp8(2, 128, 256, 1)))
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -69,7 +69,7 @@ def test_both_ways_agree_with_fp64(kind: Kind, packing: str, interleaved: bool) 
         w = PackedWeights(*stacks, *given)
         with poisoned_memory():
             near, kept, _ = op.run_forward(choice, w, x, counts, True, dequantise)
-            found = op.run_backward(choice, w, x, counts, kept, dy, (True, True, True), dequantise=dequantise)
+            found = op.run_backward(choice, w, x, counts, kept, dy, Wants(), dequantise=dequantise)
         ours = [near, found.dx, found.up_a, found.up_b, found.down_a, found.down_b]
         for name, got, right in zip(("y", "dx", "ua", "ub", "da", "db"), ours, exact, strict=True):
             assert got is not None
@@ -87,8 +87,8 @@ def test_a_base_scale_of_nan_reaches_its_own_expert_alone() -> None:
 def test_the_workspace_holds_one_layer_and_never_a_stale_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "DEQUANTISE_ROWS", 1)
     made: list[PackedStack] = []
-    dequantise = launches.dequantise
-    monkeypatch.setattr(launches, "dequantise", lambda stack: made.append(stack) or dequantise(stack))
+    dequantise = copies_launch.dequantise
+    monkeypatch.setattr(copies_launch, "dequantise", lambda stack: made.append(stack) or dequantise(stack))
     layers = [(cases.stack(2, 128, 64, "cpu", at), cases.stack(2, 64, 64, "cpu", at + 1)) for at in (1, 3)]
     one, counts = torch.device("cpu"), torch.tensor([3, 2])
     workspace.release()

@@ -25,10 +25,8 @@ from shardwright.kernels.cases import OpSuite  # noqa: E402
 from shardwright.kernels.launch import Launch  # noqa: E402
 from shardwright.kernels.qk_norm_rope import cases  # noqa: E402
 from shardwright.kernels.qk_norm_rope.contract import PAIRINGS  # noqa: E402
+from shardwright.kernels.qk_norm_rope.launches import Inputs, Settings, launch_backward, launch_forward  # noqa: E402
 from shardwright.kernels.qk_norm_rope.op import (  # noqa: E402
-    Settings,
-    launch_backward,
-    launch_forward,
     qk_norm_rope,
     qk_norm_rope_backward,
     qk_norm_rope_forward,
@@ -368,11 +366,10 @@ def test_every_launch_gives_the_same_values_and_writes_nothing_outside(launch: L
     sizes = {"q": T * Q * D, "k": T * K * D, "dq": T * Q * D, "dk": T * K * D, "dwq": D, "dwk": D}
     room = {name: torch.full((band + n + band,), float("nan")) for name, n in sizes.items()}
     view = {name: whole[band : len(whole) - band] for name, whole in room.items()}
-    launch_forward(q, k, cos, sin, weights[0], weights[1], fixed, view["q"], view["k"], launch)
+    given = Inputs(q, k, cos, sin, *weights)
+    launch_forward(given, fixed, (view["q"], view["k"]), launch)
     learn = (view["dwq"], view["dwk"])
-    launch_backward(
-        dq_out, dk_out, q, k, cos, sin, weights[0], weights[1], fixed, view["dq"], view["dk"], learn, launch
-    )
+    launch_backward((dq_out, dk_out), given, fixed, (view["dq"], view["dk"]), learn, launch)
     leaves = [t.double().requires_grad_() for t in (q, k, *weights)]
     named: dict[str, Any] = {"q_weight": leaves[2], "k_weight": leaves[3], "eps": EPS}
     kind: dict[str, Any] = {"width": W, "pairing": "interleaved", "last": True}

@@ -120,7 +120,7 @@ def one_norm_over_two_meshes(ranks: Ranks) -> None:
         value = nn.Parameter(torch.zeros(1 if mine else 0))
         value.grad = torch.full_like(value, 2.0 if index < 8 else 3.0)
         adapters[f"{index}.lora_b"] = SimpleNamespace(
-            local=value.detach, local_grad=lambda value=value: value.grad, parameter=value
+            local=value.detach, local_grad=lambda value=value: value.grad, parameter=value, slots=None
         )
     optimizer = AdapterOptimizer(adapters, OptimizerSpec(), ranks)  # type: ignore[arg-type]
     norm = optimizer.global_norm(optimizer.gradients())

@@ -14,13 +14,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardwright.runtime.checkpointing import CheckpointedForward
+from shardwright.runtime.checks.step import replicas_agree
 from shardwright.runtime.device import open_device
 from shardwright.runtime.losses import summed_loss
 from shardwright.runtime.mesh import Ranks, open_mesh
 from shardwright.runtime.optimizer import AdapterOptimizer
-from shardwright.runtime.ownership import as_saved
+from shardwright.runtime.ownership import as_saved, by_place, local_values, sum_copies
+from shardwright.runtime.parallelize import decoder_layers
 from shardwright.runtime.reference import add_plain_lora, load_plain
 from shardwright.runtime.session import build
 from shardwright.schemas.plan import AdaptationPlan, load_plan
@@ -51,10 +55,32 @@ def reference(name: str, plan: AdaptationPlan, folder: Path, shapes: dict[str, A
     return REFERENCES[name]
 
 
+def as_planned(model: torch.nn.Module, plan: AdaptationPlan) -> None:
+    """Recomputed layers, gathers ahead and groups after forward are those that the plan names."""
+    strategy = plan.decision.strategy
+    layers = list(decoder_layers(model).values())
+    wrapped = tuple(place for place, layer in enumerate(layers) if isinstance(layer.forward, CheckpointedForward))
+    planned = {"none": (), "full": tuple(range(len(layers))), "layers": strategy.checkpointed_layers}
+    assert wrapped == planned[strategy.checkpointing], wrapped
+    first: Any = layers[0]
+    if not isinstance(first, FSDPModule):
+        return
+    state: Any = first._get_fsdp_state()
+    units = [sum(isinstance(module, FSDPModule) for module in layer.modules()) for layer in layers]
+    ahead = sum(units[1 : 1 + strategy.prefetch_depth]) if strategy.prefetch_depth > 1 else 0
+    assert len(state._states_to_forward_prefetch) == ahead, (ahead, len(state._states_to_forward_prefetch))
+    after = state._fsdp_param_group.post_forward_mesh_info
+    if strategy.reshard_scope == "node":
+        assert after.shard_mesh_size == plan.decision.cluster.devices_per_node
+    else:
+        assert after is None or after.shard_mesh_size == strategy.mesh.shard * strategy.mesh.ep
+
+
 def check(name: str, plan: AdaptationPlan, folder: Path, ranks: Ranks) -> str:
     live = build(plan, folder, ranks, open_device("cpu", 0), None)
+    as_planned(live.model, plan)
     for adapter, owned in live.adapters.items():
-        owned.local().copy_(values_of(adapter, owned.shape)[tuple(slice(a, b) for a, b in owned.box)])
+        owned.local().copy_(owned.part(values_of(adapter, owned.shape)))
     optimizer = AdapterOptimizer(live.adapters, plan.decision.recipe.optimizer, ranks)
     share = SEQUENCES // ranks.world
     total = torch.zeros(())
@@ -64,6 +90,8 @@ def check(name: str, plan: AdaptationPlan, folder: Path, ranks: Ranks) -> str:
             loss.backward()
             total += loss.detach()
     dist.all_reduce(total)
+    sum_copies(live.adapters, ranks)
+    assert replicas_agree(live.parameters, ranks).passed, name
     loads = live.meter.finish_step()
     shapes = {adapter: owned.shape for adapter, owned in live.adapters.items()}
     plain_loss, plain = reference(name, plan, folder, shapes)
@@ -75,6 +103,8 @@ def check(name: str, plan: AdaptationPlan, folder: Path, ranks: Ranks) -> str:
         placed = as_saved(owned, mine, ranks)
         ours = placed.full_tensor() if isinstance(placed, DTensor) else placed
         theirs = torch.zeros(owned.shape) if plain[adapter] is None else plain[adapter]
+        again = by_place(owned, local_values(placed), ranks)
+        assert torch.equal(again, mine), "what a save holds is this rank's part again, copies alike"
         error = float((ours - theirs).abs().max())
         assert error < 1e-5, (name, adapter, error)
         worst = max(worst, error)

@@ -83,7 +83,7 @@ def moments(memory: MemoryReport) -> str:
     for index, (name, count) in enumerate(names):
         x, height = 10 + index * step, 52 * count / top
         kind = "sum" if name == memory.peak_moment else "plain"
-        words = name.replace("_", " ") + (" · peak" if name == memory.peak_moment else "")
+        words = name.replace("_", " ") + (" · highest" if name == memory.peak_moment else "")
         middle = f'x="{x + step / 2:.1f}" text-anchor="middle"'
         parts.append(
             f'<rect class="term {kind}" x="{x + step * 0.12:.1f}" y="{70 - height:.1f}" width="{step * 0.76:.1f}" '

@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from shardwright.schemas.strategy import Mesh
+from shardwright.schemas.words import plural
 
 MOST = 256
 """Ranks drawn; the rest repeat the pattern."""
@@ -33,7 +34,8 @@ def mesh_grid(mesh: Mesh, devices_per_node: int, num_experts: int) -> str:
     dense = wide < 96
     tall = 46 if not dense else 40
     height = rows * (tall + 6) + 4
-    words = f"{mesh.text()}: {mesh.world_size} ranks on nodes of {devices_per_node}, {num_experts} experts over ep"
+    ranks, experts = plural(mesh.world_size, "rank"), plural(num_experts, "expert")
+    words = f"{mesh.text()}: {ranks} on nodes of {devices_per_node}, {experts} over ep"
     parts = [
         f'<svg class="mesh" viewBox="0 0 {WIDTH} {height}" role="img" xmlns="http://www.w3.org/2000/svg">'
         f"<title>{escape(words)}</title>"

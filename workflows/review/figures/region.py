@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from shardwright.schemas.fusion import FusionProposal, RegionNode
+from shardwright.schemas.words import plural
 from shardwright.workflows.review.figures.layers import layered
 
 ROW, BOX = 40.0, 24.0
@@ -20,7 +21,7 @@ def before(proposal: FusionProposal) -> str:
     if not nodes:
         return ""
     cut = len(proposal.subgraph) - len(nodes)
-    words = f"{len(proposal.subgraph)} nodes of {proposal.title} before fusion"
+    words = f"{plural(len(proposal.subgraph), 'node')} of {proposal.title} before fusion"
     return _drawn(nodes, words, f"{cut} more nodes are not drawn" if cut else "")
 
 

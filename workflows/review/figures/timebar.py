@@ -7,7 +7,7 @@ from html import escape
 from shardwright.schemas.cost import TimeReport
 from shardwright.workflows.report.units import duration
 
-WIDTH, BAR = 760, 34
+WIDTH, BAR, ROW = 760, 34, 24
 KINDS = ("compute", "exposed_communication", "launch", "optimizer")
 
 
@@ -20,8 +20,13 @@ def step_bar(time: TimeReport) -> str:
     total = sum(c.milliseconds for c in shown)
     if total <= 0:
         return ""
+    hidden = sum(c.milliseconds for c in time.components if c.kind == "hidden_communication")
+    entries = [(kind, value) for kind in KINDS if (value := sum(c.milliseconds for c in shown if c.kind == kind))]
+    if hidden:
+        entries.append(("hidden_communication", hidden))
+    height = 52 + ROW * -(-len(entries) // 2)
     parts = [
-        f'<svg class="timebar" viewBox="0 0 {WIDTH} 122" role="img" xmlns="http://www.w3.org/2000/svg">'
+        f'<svg class="timebar" viewBox="0 0 {WIDTH} {height}" role="img" xmlns="http://www.w3.org/2000/svg">'
         f"<title>One step of {duration(time.step_ms)}, bound by {escape(time.bound_by)}</title>{_PATTERNS}"
     ]
     x = 0.0
@@ -37,12 +42,8 @@ def step_bar(time: TimeReport) -> str:
             name = escape(part.name.replace("_", " "))
             parts.append(f'<text class="on" x="{x + width / 2:.1f}" y="{4 + BAR / 2 + 4}">{name}</text>')
         x += width
-    hidden = sum(c.milliseconds for c in time.components if c.kind == "hidden_communication")
-    entries = [(kind, sum(c.milliseconds for c in shown if c.kind == kind)) for kind in KINDS]
-    if hidden:
-        entries.append(("hidden_communication", hidden))
-    for index, (kind, value) in enumerate(entry for entry in entries if entry[1]):
-        left, top = index % 2 * 380, 52 + index // 2 * 24
+    for index, (kind, value) in enumerate(entries):
+        left, top = index % 2 * 380, 52 + index // 2 * ROW
         share = f", {value / total:.0%}" if kind != "hidden_communication" else ", beside the step"
         words = f"{kind.replace('_', ' ')} {duration(value)}{share}"
         parts.append(

@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwright.kernels import device, guards
-from shardwright.kernels.dsa.attention import contract
-from shardwright.kernels.dsa.attention.contract import NAME
-from shardwright.kernels.dsa.attention.gate_triton import gate_backward_kernel, gate_kernel
+from shardwright.kernels.dsa import contract
+from shardwright.kernels.dsa.contract import NAME
+from shardwright.kernels.dsa.triton import gate_backward_kernel, gate_kernel
 
 BLOCK, WARPS = 2048, 8
 LIBRARIES = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
@@ -103,7 +103,10 @@ def gated_mla_attention(
     if T and not (rising and len(ends) > 1 and ends[0] == 0 and ends[-1] == T):
         what = f"cu_seqlens is {ends[:8]} for {T} tokens"
         raise guards.refuse(NAME, "cu-seqlens-unsorted", what, f"pass 0, rising ends, {T}")
-    parts = [_dense(q[a:b], k[a:b], v[a:b], scale) for a, b in itertools.pairwise(ends)] if T else [v]
+    if T:
+        parts = [_dense(q[a:b], k[a:b], v[a:b], scale) for a, b in itertools.pairwise(ends)]
+    else:
+        parts = [v + 0 * (q.sum() + k.sum())]  # no library call, and every input stays in the graph
     o = parts[0] if len(parts) == 1 else torch.cat(parts)
     return o if gate is None else sigmoid_gate(o.contiguous(), gate)
 

@@ -1,0 +1,1 @@
+"""Gated DeltaNet: the delta rule with one gate for a head, forward and backward."""

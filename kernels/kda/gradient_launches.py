@@ -1,0 +1,193 @@
+"""Launches of the gradients inside chunks, and the sums over chunks and grouped heads.
+
+Legend: B batch, T tokens, C tokens of a chunk, NT chunks, H key heads, HV value heads, K, V widths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwright.kernels import device
+from shardwright.kernels.gated_delta import launches as scalar_launches
+from shardwright.kernels.kda import configs
+from shardwright.kernels.kda.configs import CHUNK
+from shardwright.kernels.kda.documents import Documents
+from shardwright.kernels.kda.gradients_triton import kda_keys_kernel, kda_values_kernel
+from shardwright.kernels.kda.operands import GATE_CODES, Inputs, Prepared, Settings, blocks, levels, precision
+
+
+@dataclass
+class Gradients:
+    """What a backward returns; dq and dk are per key head, those of A_log and dt_bias in their dtype."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+
+
+@dataclass
+class Flow:
+    """What passes from the chain of chunks to the gradients inside them; ``found.u`` are the new values."""
+
+    found: Prepared
+    o: Tensor
+    do: Tensor
+    dnew: Tensor
+    states: Tensor
+    dstates: Tensor
+
+
+@dataclass
+class Targets:
+    """Tensors that the gradients inside chunks fill; dq and dk per value head."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dg: Tensor
+    dbeta: Tensor
+    dspeed: Tensor
+    dbias: Tensor
+
+
+def gradient(inputs: Inputs, docs: Documents, settings: Settings, flow: Flow) -> Gradients:
+    """Gradients of all inputs inside their chunks, in parts that bound the workspace, then the sums.
+
+    ``flow.dnew`` is used up.
+    """
+    q, H, HV, K, NT = inputs.q, inputs.H, inputs.HV, inputs.K, docs.chunks
+    B, T = q.shape[:2]
+    groups = HV // H
+    kept = q.dtype if groups == 1 else torch.float32
+    learns = inputs.A_log is not None
+    share = K // min(K, configs.keys(K, inputs.V, inputs.value_bytes).BK)
+    width = (K,) if inputs.channels else ()
+
+    def fp32(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+    into = Targets(
+        torch.empty((B, T, HV, K), dtype=kept, device=q.device),
+        torch.empty((B, T, HV, K), dtype=kept, device=q.device),
+        torch.empty_like(inputs.v),
+        torch.empty_like(inputs.g),
+        torch.empty_like(inputs.beta),
+        fp32(NT, HV, share if inputs.channels else 1) if learns else fp32(1),
+        fp32(NT, HV, *width) if learns else fp32(1),
+    )
+    each = configs.part(NT, HV)
+    dp, da = (q.new_empty((min(each, NT), HV, CHUNK, CHUNK)) for _ in range(2))
+    along = fp32(min(each, NT), HV, 2, CHUNK)
+    for low in range(0, NT, each):
+        piece = slice(low, min(low + each, NT))
+        values(inputs, docs, settings, flow, into, dp, da, along, piece)
+        (keys if inputs.channels else scalar_launches.keys)(inputs, docs, settings, flow, into, dp, da, along, piece)
+    dq, dk = into.dq, into.dk
+    if groups > 1:
+        dq, dk = (tensor.view(B, T, H, groups, K).sum(3).to(q.dtype) for tensor in (dq, dk))
+    dA_log = into.dspeed.sum((0, 2)).to(inputs.A_log.dtype) if inputs.A_log is not None else None
+    ddt_bias = into.dbias.sum(0).to(inputs.dt_bias.dtype) if inputs.dt_bias is not None else None
+    return Gradients(dq, dk, into.dv, into.dg, into.dbeta, dA_log, ddt_bias)
+
+
+def values(
+    inputs: Inputs,
+    docs: Documents,
+    settings: Settings,
+    flow: Flow,
+    into: Targets,
+    dp: Tensor,
+    da: Tensor,
+    along: Tensor,
+    piece: slice,
+) -> None:
+    """dv, dbeta, dP, dA of the chunks in ``piece``; dnew there becomes x."""
+    HV, K, V = inputs.HV, inputs.K, inputs.V
+    tile = configs.values(K, V, inputs.value_bytes)
+    with device.current(inputs.q):
+        kda_values_kernel[(HV, piece.stop - piece.start)](
+            inputs.v,
+            inputs.beta,
+            docs.table[piece],
+            flow.o,
+            flow.do,
+            flow.found.inverse[piece],
+            flow.found.u[piece],
+            flow.dnew[piece],
+            into.dv,
+            into.dbeta,
+            dp,
+            da,
+            along,
+            HV,
+            V=V,
+            BV=min(V, tile.BV),
+            C=CHUNK,
+            SIGMOID=settings.beta_sigmoid,
+            **precision(inputs),
+            **tile.options(),
+        )
+
+
+def keys(
+    inputs: Inputs,
+    docs: Documents,
+    settings: Settings,
+    flow: Flow,
+    into: Targets,
+    dp: Tensor,
+    da: Tensor,
+    along: Tensor,
+    piece: slice,
+) -> None:
+    """dq, dk, dg of the chunks in ``piece``, and their shares of the gate's parameters."""
+    HV, K, V = inputs.HV, inputs.K, inputs.V
+    tile = configs.keys(K, V, inputs.value_bytes)
+    BK = min(K, tile.BK)
+    learns = inputs.A_log is not None
+    with device.current(inputs.q):
+        kda_keys_kernel[(K // BK, HV, piece.stop - piece.start)](
+            inputs.q,
+            inputs.k,
+            inputs.g,
+            inputs.beta,
+            into.dspeed if inputs.A_log is None else inputs.A_log,
+            into.dbias if inputs.dt_bias is None else inputs.dt_bias,
+            flow.found.total[piece],
+            docs.table[piece],
+            flow.do,
+            flow.found.norms[piece],
+            flow.found.u[piece],
+            flow.dnew[piece],
+            flow.states[piece],
+            flow.dstates[piece],
+            dp,
+            da,
+            along,
+            into.dq,
+            into.dk,
+            into.dg,
+            into.dspeed[piece] if learns else into.dspeed,
+            into.dbias[piece] if learns else into.dbias,
+            settings.lower_bound,
+            K**-0.5,
+            HV,
+            HV // inputs.H,
+            levels(settings),
+            0,
+            K=K,
+            V=V,
+            BK=BK,
+            BV=min(V, tile.BV),
+            GATE=GATE_CODES[settings.gate],
+            **precision(inputs),
+            **blocks(settings),
+            **tile.options(),
+        )

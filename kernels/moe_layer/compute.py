@@ -1,0 +1,114 @@
+"""Forward and backward of the whole layer, out of a routing's launches, the experts' and the sums to tokens.
+
+Legend: T tokens, K experts a token, E experts, R = T·K rows, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwright.kernels import device
+from shardwright.kernels.admitted import Admitted
+from shardwright.kernels.bound import again, key_of, start
+from shardwright.kernels.grouped_lora_mlp import compute
+from shardwright.kernels.grouped_lora_mlp.admit import check, learns_base
+from shardwright.kernels.grouped_lora_mlp.layer import Choice, Gradients, Kept, Wants, Weights
+from shardwright.kernels.grouped_lora_mlp.rows import Rows
+from shardwright.kernels.moe_layer import configs, contract
+from shardwright.kernels.moe_layer.triton import weight_grad_kernel
+from shardwright.kernels.permute.configs import most_tiles
+from shardwright.kernels.permute.op import launch_combine
+from shardwright.kernels.permute.route import launch_route
+from shardwright.kernels.permute.tiles import Tiles, tile_buffer_size
+
+ADMITTED = Admitted()
+
+
+@dataclass(frozen=True)
+class Index:
+    """A routing as three saved tensors: tile buffer, entry of each row, row of each entry."""
+
+    buffer: Tensor
+    entry: Tensor
+    place: Tensor
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.buffer, self.entry, self.place
+
+    def rows(self, experts: int, token: object | None) -> Rows:
+        R = self.entry.shape[0]
+        tiles = Tiles(self.buffer, experts, most_tiles(R, experts))
+        return Rows(R, tiles, self.entry, self.place.shape[1], token)
+
+    @staticmethod
+    def shapes(ids: Tensor, experts: int) -> Index:
+        """Tensors of the shapes that a routing of these ids has."""
+        R = ids.shape[0] * ids.shape[1]
+        buffer = ids.new_empty(tile_buffer_size(R, experts), dtype=torch.int32)
+        return Index(buffer, ids.new_empty(R, dtype=torch.int32), torch.empty_like(ids, dtype=torch.int32))
+
+
+def run_forward(
+    choice: Choice, w: Weights, x: Tensor, ids: Tensor, weights: Tensor, keep: bool
+) -> tuple[Tensor, Index, Kept, object | None]:
+    """``out [T, H]``, the routing's index, what is kept for the backward, and the layout's token."""
+    E = w.gate_up.shape[0]
+
+    def guards() -> None:
+        check(x, None, w, choice, op=contract.NAME)
+        contract.check_routing(x, ids, weights, E, interpreted=device.interpreted())
+
+    token = ADMITTED.check((x, ids, weights, *w.tensors()), (choice, learns_base(w)), guards)
+    routing = launch_route(ids, E, token)
+    rows = Rows(routing.rows, routing.tiles, routing.entry, ids.shape[1], token)
+    y, kept = compute.forward(choice, w, x, rows, keep)
+    out = torch.empty_like(x)
+    launch_combine(y, routing.place, weights, out, key_of(token, "combine"))
+    return out, Index(routing.tiles.buffer, routing.entry, routing.place), kept, token
+
+
+def run_backward(
+    choice: Choice,
+    w: Weights,
+    x: Tensor,
+    weights: Tensor,
+    index: Index,
+    kept: Kept,
+    dout: Tensor,
+    wants: Wants,
+    token: object | None = None,
+) -> tuple[Tensor | None, Tensor | None, Gradients]:
+    """``dx [T, H]``, ``dweights [T, K]``, and the gradients of what learns in the layer."""
+    rows = index.rows(w.gate_up.shape[0], token)
+    found = compute.backward(choice, w, x, rows, kept, dout.contiguous(), weights, wants)
+    dweights = None if found.part is None else torch.empty_like(weights)
+    if found.dx is None:
+        if found.part is not None and dweights is not None:
+            launch_weight_grad(found.part, index.place, dweights, token)
+        return None, dweights, found
+    dx = torch.empty_like(x)
+    key = key_of(token, "combine-dx", dweights is None)
+    launch_combine(found.dx, index.place, None, dx, key, part=found.part, dweights=dweights)
+    return dx, dweights, found
+
+
+def launch_weight_grad(part: Tensor, place: Tensor, dweights: Tensor, token: object | None) -> None:
+    """Fill ``dweights [T, K]`` from rows' shares where no sum to tokens carries them."""
+    N = dweights.numel()
+    tensors, key = (part, place, dweights), key_of(token, "weight-grad")
+    if N == 0 or again(key, tensors):
+        return
+    with device.current(dweights):
+        start(
+            key,
+            tensors,
+            weight_grad_kernel,
+            (-(-N // configs.WEIGHT_ENTRIES),),
+            *tensors,
+            N,
+            BLOCK=configs.WEIGHT_ENTRIES,
+            num_warps=configs.WEIGHT_WARPS,
+        )

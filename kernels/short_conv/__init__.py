@@ -1,0 +1,1 @@
+"""Short causal convolution with SiLU, as it stands before the recurrences of linear attention."""

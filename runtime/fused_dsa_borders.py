@@ -1,0 +1,71 @@
+"""Documents of packed rows as sparse attention needs them: on the device, without waiting for it.
+
+Legend: B rows, S tokens a row, T = B · S.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwright.schemas.errors import LegalityError
+
+
+@dataclass(frozen=True)
+class Borders:
+    """Where the documents of the packed rows begin; on the device, without waiting for it."""
+
+    B: int
+    S: int
+    first: Tensor
+    """``[T]`` int64: first token of each token's document."""
+
+    @classmethod
+    def of(cls, hidden: Tensor, positions: Tensor | None) -> Borders:
+        B, S = hidden.shape[:2]
+        at = torch.arange(B * S, device=hidden.device)
+        begins = at % S == 0
+        if positions is not None:
+            begins = begins | (positions.expand(B, S).reshape(-1) == 0)
+        return cls(B, S, torch.where(begins, at, 0).cummax(0).values)
+
+    @property
+    def at(self) -> Tensor:
+        """``[T]``: each token's own place."""
+        return torch.arange(self.B * self.S, device=self.first.device)
+
+    def cu_seqlens(self) -> Tensor:
+        """``[T + 1]`` int64: begins of documents in order, then T as often as needed: a length that is known here."""
+        T = self.B * self.S
+        begins = torch.where(self.first == self.at, self.at, T).sort().values
+        return torch.cat((begins, begins.new_full((1,), T)))
+
+    def bounds(self) -> Tensor:
+        """``[T, 2]`` int32: first key that a query may see, and the one past its last."""
+        return torch.stack((self.first, self.at + 1), 1).to(torch.int32)
+
+    def require(self, mask: Tensor, name: str) -> None:
+        """Compare the family's mask ``[B, 1, S, S]`` with these documents.
+
+        Raises:
+            LegalityError: ``fusion-dsa``.
+        """
+        B, S = self.B, self.S
+        seen = (mask if mask.dtype == torch.bool else mask == 0).expand(B, -1, S, S)[:, 0]
+        if not torch.equal(seen, self.seen()):
+            count = int((seen != self.seen()).sum())
+            raise refused(name, f"the mask differs from causal documents at {count} of {B * S * S} places")
+
+    def seen(self) -> Tensor:
+        """``[B, S, S]``: which keys of its row a query may see."""
+        row = torch.arange(self.B, device=self.first.device)[:, None] * self.S
+        first = (self.first.view(self.B, self.S) - row)[..., None]
+        keys = torch.arange(self.S, device=self.first.device)
+        return (keys <= keys[:, None]) & (keys >= first)
+
+
+def refused(name: str, what: str) -> LegalityError:
+    """What is not as the plan has it."""
+    return LegalityError("fusion-dsa", what, where=name, next_action="reject the dsa proposal for this family")
