@@ -96,7 +96,7 @@ def kimi_k3(packed: str = "plain") -> CheckpointProfile:
         Block("linear", "moe", linear, kda + moe + norms, 29_595_009_024),
         Block("mla", "moe", full, mla + moe + norms, 29_595_009_024),
     )
-    return profile("kimi_k3", shape, blocks, 2 * 1_174_405_120 + 3 * 7168, packed, known=False)
+    return profile("kimi_k3", shape, blocks, 2 * 1_174_405_120 + 3 * 7168, packed)
 
 
 def targets_for(

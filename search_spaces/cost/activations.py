@@ -48,14 +48,16 @@ class UnfusedChunks:
     kept: float
     forward: float
     backward: float
+    slice_passes: float
+    """Reads and writes of fp32 [T, C, n·d] in backward for each chunk: its slice's gradient in zeros of the whole."""
 
 
-LIBRARY_CHUNKS = UnfusedChunks(CHUNK, CHUNK_SQUARES * CHUNK + CHUNK_ROWS, 2 * CHUNK, CHUNK_GRADIENTS * CHUNK + 6)
-"""As transformers' classes write it."""
+LIBRARY_CHUNKS = UnfusedChunks(CHUNK, CHUNK_SQUARES * CHUNK + CHUNK_ROWS, 2 * CHUNK, CHUNK_GRADIENTS * CHUNK + 6, 4)
+"""As transformers' classes write it; a slice's gradient is written whole and added: four passes."""
 
-FAMILY_CHUNKS = {"kimi_k3": UnfusedChunks(16, 76.9, 22.3, 37.4)}
+FAMILY_CHUNKS = {"kimi_k3": UnfusedChunks(16, 76.9, 22.3, 37.1, 0)}
 """Where a family's class has a chain of its own. Kimi K3 (``checkpoints/models/kimi_k3``, chunks of 16): traced over
-512, 1024 and 2048 tokens, the same at each."""
+512 and 1024 tokens, the same at both; its chunks are unbound once, so none fills the whole again."""
 
 
 def chunks_of(work: Workload) -> UnfusedChunks:

@@ -36,9 +36,8 @@ CHUNK_LAUNCHES = ((9.2, 19.2), (18.3, 53.6))
 """Kernels of one unfused linear attention, forward and backward: (a row of a chunk's triangle but the first, solved one
 by one; a chunk of the sequence). Counted in traces of two lengths."""
 
-SQUARE_PASSES, SLICE_PASSES = (16, 26), 4
-"""Reads and writes of fp32 [T, C, n·d] there, (forward, backward), and for each chunk in backward: its slice's gradient
-is written whole and added."""
+SQUARE_PASSES = (16, 26)
+"""Reads and writes of fp32 [T, C, n·d] there, (forward, backward), beside ``UnfusedChunks.slice_passes``."""
 
 COUNTED_ROWS = 4096
 """Rows at which the kernels of a MoE layer are counted: launches do not depend on them."""
@@ -116,12 +115,12 @@ def _dense(work: Workload, layer: LayerWork, plans: Plans, rates: Rates, tokens:
 
 
 def _chunks_s(work: Workload, rates: Rates, tokens: Array) -> Pair:
-    """Unfused linear attention: passes over fp32 [T, C, n·d], and in backward one gradient of the whole a chunk."""
-    size = chunks_of(work).tokens
+    """Unfused linear attention: passes over fp32 [T, C, n·d], and in backward what each chunk fills of the whole."""
+    size, each = chunks_of(work).tokens, chunks_of(work).slice_passes
     square = 4.0 * size * work.linear_width * tokens
     chunks = work.recipe.batch.sequence_tokens / size
     forward, backward = SQUARE_PASSES
-    return rates.traffic_s(square * forward), rates.traffic_s(square * (backward + SLICE_PASSES * chunks))
+    return rates.traffic_s(square * forward), rates.traffic_s(square * (backward + each * chunks))
 
 
 def _attention(work: Workload, layer: LayerWork, rates: Rates, fused: FusedProviders, tokens: Array) -> Pair:

@@ -91,7 +91,7 @@ def test_small_or_unknown_partitions_are_refused_with_both_sides(
     assert "'huge'" in caught.value.what and "big, small" in caught.value.what
     with pytest.raises(ClusterError, match="too-small") as caught:
         slurm.submit(job, LaunchOptions(engine="slurm", partition="small"), say=lambda text: None)
-    assert "2 nodes with 1 ranks each, found 1" in caught.value.what and caught.value.where == "partition small"
+    assert "2 nodes with 1 rank each, found 1" in caught.value.what and caught.value.where == "partition small"
     assert not job.run_dir.exists()
     assert slurm.submit(job, LaunchOptions(engine="slurm"), say=lambda text: None) == "7"
     assert read_state(job.run_dir) == {"engine": "slurm", "job_id": "7", "where": "default partition"}

@@ -41,7 +41,7 @@ def test_branches_give_the_bytes_of_either_order(tmp_path, request_of, approving
     plans = []
     for slow in ("structure", "search"):
 
-        def late(*arguments, name=slow):
+        def late(*arguments, name=slow, **named):
             time.sleep(0.3)
             return fakes.structured() if name == "structure" else fakes.searched()
 

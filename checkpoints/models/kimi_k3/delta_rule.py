@@ -51,10 +51,12 @@ def delta_rule(
     writes = (last - cumulative).exp() * k
     if state is None:
         state = torch.zeros(B, H, K, v.shape[-1], dtype=kind, device=q.device)
+    # One unbind for all chunks: the gradient of a slice for each would fill the whole with zeros again every time.
+    chunks = zip(*(value.unbind(2) for value in (reads, scores, u, w, writes, last)), strict=True)
     outputs = []
-    for at in range(q.shape[2]):
-        fresh = u[:, :, at] - w[:, :, at] @ state
-        outputs.append(reads[:, :, at] @ state + scores[:, :, at] @ fresh)
-        state = last[:, :, at].transpose(-1, -2).exp() * state + writes[:, :, at].transpose(-1, -2) @ fresh
+    for read, score, gain, loss, write, end in chunks:
+        fresh = gain - loss @ state
+        outputs.append(read @ state + score @ fresh)
+        state = end.transpose(-1, -2).exp() * state + write.transpose(-1, -2) @ fresh
     o = torch.stack(outputs, 2).permute(0, 2, 3, 1, 4).reshape(B, T + pad, H, -1)
     return o[:, :T], state
