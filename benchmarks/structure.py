@@ -82,7 +82,7 @@ def main(names: list[str]) -> None:
             write(name, folder)
             for which in ("profile", "structure"):
                 command = [sys.executable, __file__, "--stage", which, str(folder)]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
                 seen = json.loads(done.stdout.strip().splitlines()[-1])
                 limit = LIMITS[which].get(name)
                 numbers = {key: float(value) for key, value in seen.items() if key != "peak_bytes"}

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from shardwright.checkpoints.headers import read_file_header, read_headers
+from shardwright.checkpoints.headers import MAX_HEADER_BYTES, read_file_header, read_headers
 from shardwright.schemas.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -221,6 +221,13 @@ def test_header_longer_than_the_format_allows_is_not_read(tmp_path: Path) -> Non
 def test_huge_header_length_in_a_small_file(tmp_path: Path) -> None:
     assert code_of(one_file(tmp_path, b"{}", length=(1 << 63) + 5)) == "corrupt-header"
     assert code_of(one_file(tmp_path, b"{}", length=1000)) == "truncated-shard"
+
+
+@pytest.mark.parametrize("junk", [b"\0", b"[", b'{"', b'"a":'])
+def test_a_header_of_a_hundred_megabytes_of_junk(tmp_path: Path, junk: bytes) -> None:
+    """The longest header that is read at all, whole on disk."""
+    header = junk * (MAX_HEADER_BYTES // len(junk))
+    assert code_of(one_file(tmp_path, header)) == "corrupt-header"
 
 
 def parse(folder: Path, data: bytes) -> None:
