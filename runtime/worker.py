@@ -26,16 +26,15 @@ def main(arguments: list[str] | None = None) -> int:
         return previous
     from shardwright.runtime.execute import close, execute
 
+    failed = True
     try:
         execute(options.plan, options.approvals, options.checkpoint, options.recipe_root, options.run_dir)
+        failed = False
     except ShardwrightError as error:
         record_failure(options.run_dir, error)
-        close(failed=True)
         return int(error.exit_code)
-    except BaseException:
-        close(failed=True)
-        raise
-    close(failed=False)
+    finally:
+        close(failed)
     return int(ExitCode.OK)
 
 

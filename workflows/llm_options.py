@@ -78,7 +78,7 @@ def _parsed(word: str) -> tuple[str, float]:
     if not fits:
         raise UsageError(
             "bad-llm-limit",
-            f"{word!r} is not NAME=VALUE",
+            f"{word!r} is not NAME=VALUE of a known name and a number of at least 0, whole where it counts",
             where="--llm-limit",
             next_action=f"write tokens=50000, for example; names: {', '.join(names)}",
         )

@@ -1,4 +1,4 @@
-"""The fused operators on this machine: verified on a device or in Triton's interpreter, compiled without one."""
+"""The fused operators on this machine: verified on a device or in Triton's interpreter, tuned on a device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwright.kernels.compile_gate import CompileReport
     from shardwright.kernels.verify import VerifyResult
     from shardwright.schemas.tuned import TunedFile
 
@@ -30,36 +29,6 @@ def verify_operators(ops: list[str] | None) -> list[VerifyResult]:
     from shardwright.kernels.verify import verify_all
 
     return verify_all(ops, "cuda" if cuda else "cpu")
-
-
-def prebuild_operators(ops: list[str] | None, device: str | None = None) -> list[CompileReport]:
-    """Compile the named operators' kernels at every shipped and tuned configuration, into Triton's cache.
-
-    Args:
-        ops: operator names; all where ``None``.
-        device: whose tuned choices to take (``nvidia-h200``); this machine's where there is a CUDA device, and
-            the defaults in code where there is none.
-
-    Raises:
-        KernelError: ``unknown-operator``, ``unknown-device`` or ``does-not-compile``.
-    """
-    from shardwright.kernels import tuned
-    from shardwright.kernels.compile_gate import compile_case, local_target
-    from shardwright.kernels.registry import OPERATORS, operator
-    from shardwright.schemas.errors import KernelError
-
-    if device is not None and not tuned.path(device).is_file():
-        known = ", ".join(sorted(path.stem for path in tuned.FOLDER.glob("*.json"))) or "none"
-        raise KernelError(
-            "unknown-device",
-            f"there is no file of choices for {device}; there are: {known}",
-            where="kernels prebuild",
-            next_action="run `shardwright kernels tune` on that device, or leave --device out",
-        )
-    target = local_target()
-    with tuned.on(device or tuned.device()):
-        suites = [suite for name in ops or OPERATORS for suite in operator(name).load_suites()]
-        return [compile_case(case, target) for suite in suites for case in suite.gate_cases()]
 
 
 def tune_operators(ops: list[str] | None, out: Path | None, report: Callable[[str], None]) -> TunedFile:

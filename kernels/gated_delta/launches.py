@@ -5,8 +5,6 @@ Legend: T tokens, C tokens of a chunk, NT chunks, H key heads, HV value heads, K
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -15,10 +13,8 @@ from shardwright.kernels.gated_delta.triton import scalar_gate_kernel, scalar_ke
 from shardwright.kernels.kda import configs
 from shardwright.kernels.kda.configs import CHUNK
 from shardwright.kernels.kda.documents import Documents
+from shardwright.kernels.kda.flow import Flow, Targets, key_operands
 from shardwright.kernels.kda.operands import GATE_CODES, Inputs, Prepared, Settings, precision
-
-if TYPE_CHECKING:
-    from shardwright.kernels.kda.gradient_launches import Flow, Targets
 
 
 def totals(inputs: Inputs, docs: Documents, settings: Settings) -> Tensor:
@@ -93,35 +89,9 @@ def keys(
     """dq, dk, dg of the chunks in ``piece``, and their shares of the gate's parameters."""
     HV, K, V = inputs.HV, inputs.K, inputs.V
     tile = configs.scalar_keys(K, V, inputs.value_bytes)
-    learns = inputs.A_log is not None
     with device.current(inputs.q):
         scalar_keys_kernel[(HV, piece.stop - piece.start)](
-            inputs.q,
-            inputs.k,
-            inputs.g,
-            inputs.beta,
-            into.dspeed if inputs.A_log is None else inputs.A_log,
-            into.dbias if inputs.dt_bias is None else inputs.dt_bias,
-            flow.found.total[piece],
-            docs.table[piece],
-            flow.do,
-            flow.found.norms[piece],
-            flow.found.u[piece],
-            flow.dnew[piece],
-            flow.states[piece],
-            flow.dstates[piece],
-            dp,
-            da,
-            along,
-            into.dq,
-            into.dk,
-            into.dg,
-            into.dspeed[piece] if learns else into.dspeed,
-            into.dbias[piece] if learns else into.dbias,
-            settings.lower_bound,
-            K**-0.5,
-            HV,
-            HV // inputs.H,
+            *key_operands(inputs, docs, settings, flow, into, (dp, da, along), piece),
             K=K,
             V=V,
             BK=min(K, tile.BK),

@@ -22,9 +22,11 @@ from torch.autograd.function import once_differentiable
 
 from shardwright.kernels.guards import refuse
 from shardwright.kernels.kda import chain, contract, launches, segments
+from shardwright.kernels.kda.compute import check, check_decay
 from shardwright.kernels.kda.documents import Documents, documents
-from shardwright.kernels.kda.gradient_launches import Flow, gradient
-from shardwright.kernels.kda.op import Operands, check, check_decay
+from shardwright.kernels.kda.flow import Flow
+from shardwright.kernels.kda.gradient_launches import gradient
+from shardwright.kernels.kda.op import Operands
 from shardwright.kernels.kda.operands import Inputs, Prepared, Settings
 
 

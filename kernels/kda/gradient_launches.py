@@ -15,8 +15,9 @@ from shardwright.kernels.gated_delta import launches as scalar_launches
 from shardwright.kernels.kda import configs
 from shardwright.kernels.kda.configs import CHUNK
 from shardwright.kernels.kda.documents import Documents
+from shardwright.kernels.kda.flow import Flow, Targets, key_operands
 from shardwright.kernels.kda.gradients_triton import kda_keys_kernel, kda_values_kernel
-from shardwright.kernels.kda.operands import GATE_CODES, Inputs, Prepared, Settings, blocks, levels, precision
+from shardwright.kernels.kda.operands import GATE_CODES, Inputs, Settings, blocks, levels, precision
 
 
 @dataclass
@@ -30,31 +31,6 @@ class Gradients:
     beta: Tensor
     A_log: Tensor | None
     dt_bias: Tensor | None
-
-
-@dataclass
-class Flow:
-    """What passes from the chain of chunks to the gradients inside them; ``found.u`` are the new values."""
-
-    found: Prepared
-    o: Tensor
-    do: Tensor
-    dnew: Tensor
-    states: Tensor
-    dstates: Tensor
-
-
-@dataclass
-class Targets:
-    """Tensors that the gradients inside chunks fill; dq and dk per value head."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dg: Tensor
-    dbeta: Tensor
-    dspeed: Tensor
-    dbias: Tensor
 
 
 def gradient(inputs: Inputs, docs: Documents, settings: Settings, flow: Flow) -> Gradients:
@@ -151,35 +127,9 @@ def keys(
     HV, K, V = inputs.HV, inputs.K, inputs.V
     tile = configs.keys(K, V, inputs.value_bytes)
     BK = min(K, tile.BK)
-    learns = inputs.A_log is not None
     with device.current(inputs.q):
         kda_keys_kernel[(K // BK, HV, piece.stop - piece.start)](
-            inputs.q,
-            inputs.k,
-            inputs.g,
-            inputs.beta,
-            into.dspeed if inputs.A_log is None else inputs.A_log,
-            into.dbias if inputs.dt_bias is None else inputs.dt_bias,
-            flow.found.total[piece],
-            docs.table[piece],
-            flow.do,
-            flow.found.norms[piece],
-            flow.found.u[piece],
-            flow.dnew[piece],
-            flow.states[piece],
-            flow.dstates[piece],
-            dp,
-            da,
-            along,
-            into.dq,
-            into.dk,
-            into.dg,
-            into.dspeed[piece] if learns else into.dspeed,
-            into.dbias[piece] if learns else into.dbias,
-            settings.lower_bound,
-            K**-0.5,
-            HV,
-            HV // inputs.H,
+            *key_operands(inputs, docs, settings, flow, into, (dp, da, along), piece),
             levels(settings),
             0,
             K=K,

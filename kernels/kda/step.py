@@ -11,8 +11,8 @@ from torch import Tensor
 from shardwright.kernels import device
 from shardwright.kernels.guards import refuse
 from shardwright.kernels.kda import configs, contract
+from shardwright.kernels.kda.compute import check, check_decay
 from shardwright.kernels.kda.documents import documents
-from shardwright.kernels.kda.op import check, check_decay
 from shardwright.kernels.kda.operands import GATE_CODES, Inputs, Settings
 from shardwright.kernels.kda.step_triton import kda_step_kernel
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shardwright.runtime import record
 from shardwright.runtime.device import Device, available_host_bytes
+from shardwright.runtime.preflight.kernels import unbuilt
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.run import PreflightResult
 
@@ -33,7 +34,8 @@ class Facts:
     free_bytes: int
     disk_free_bytes: int
     clock_s: float
-    kernels_missing: tuple[str, ...]
+    kernels_unbuilt: tuple[str, ...]
+    """What does not compile there, with the reason."""
 
 
 def gather(plan: AdaptationPlan, device: Device, run_dir: Path) -> list[Facts]:
@@ -50,7 +52,7 @@ def gather(plan: AdaptationPlan, device: Device, run_dir: Path) -> list[Facts]:
         free_bytes=_free_bytes(device),
         disk_free_bytes=shutil.disk_usage(run_dir).free,
         clock_s=clock,
-        kernels_missing=_kernels_missing(plan, device),
+        kernels_unbuilt=unbuilt(plan, device),
     )
     found: list[Facts] = [mine] * dist.get_world_size()
     if dist.get_world_size() > 1:
@@ -62,17 +64,6 @@ def _free_bytes(device: Device) -> int:
     if device.kind == "cuda":
         return int(torch.cuda.mem_get_info(device.torch_device)[0])
     return available_host_bytes()
-
-
-def _kernels_missing(plan: AdaptationPlan, device: Device) -> tuple[str, ...]:
-    """Chosen Triton kernels that this machine cannot even import; none on a CPU, where none is chosen."""
-    if device.kind != "cuda" or not any(one.provider == "shardwright" for one in plan.decision.fusions):
-        return ()
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return tuple(sorted({one.op for one in plan.decision.fusions if one.provider == "shardwright" and one.op}))
-    return ()
 
 
 def judge(plan: AdaptationPlan, found: list[Facts], save_bytes: int) -> list[PreflightResult]:
@@ -100,16 +91,14 @@ def judge(plan: AdaptationPlan, found: list[Facts], save_bytes: int) -> list[Pre
     devices = bad(lambda one: one.device == decision.cluster.device_name or on_cpu)
     memory = bad(lambda one: one.free_bytes >= peak * (shared[one.host] if on_cpu else 1))
     disks = bad(lambda one: one.disk_free_bytes >= need_disk)
-    kernels = bad(lambda one: not one.kernels_missing)
+    kernels = bad(lambda one: not one.kernels_unbuilt)
     late = max(found, key=lambda one: abs(one.clock_s - sorted(clocks)[len(clocks) // 2]))
     return [
         _result("versions", versions, f"wanted {wanted}", lambda one: f"has {_other(one.versions, wanted)}"),
         _result("device", devices, f"wanted {decision.cluster.device_name}", lambda one: f"has {one.device}"),
         _result("memory", memory, f"{peak:,} bytes a rank planned", lambda one: f"{one.free_bytes:,} free on its host"),
         _result("disk", disks, f"{need_disk:,} bytes for saves", lambda one: f"{one.disk_free_bytes:,} free"),
-        _result(
-            "kernels", kernels, "kernels of the plan", lambda one: f"no Triton for {', '.join(one.kernels_missing)}"
-        ),
+        _result("kernels", kernels, "kernels of the plan", lambda one: "; ".join(one.kernels_unbuilt)),
         PreflightResult(
             name="clocks",
             passed=skew <= CLOCK_LIMIT_S,

@@ -6,14 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright.kernels.registry import source_sha256
 from shardwright.runtime import record
-from shardwright.runtime.preflight import facts, network
+from shardwright.runtime.device import Device
+from shardwright.runtime.preflight import facts, kernels, network
 from shardwright.runtime.preflight.network import Pair
 from shardwright.runtime.preflight.run import require, warnings
 from shardwright.schemas.errors import CheckFailed
+from shardwright.schemas.fusion import FusionDecision
 
 
 @given(st.integers(2, 24))
@@ -63,7 +67,7 @@ def fact(rank: int, **changes: Any) -> facts.Facts:
         ("versions", {"versions": {**record.versions(), "torch": "1.0"}}, "has {'torch': '1.0'}"),
         ("memory", {"free_bytes": 5}, "5 free on its host"),
         ("disk", {"disk_free_bytes": 7}, "7 free"),
-        ("kernels", {"kernels_missing": ("rms_norm",)}, "rms_norm"),
+        ("kernels", {"kernels_unbuilt": ("rms_norm: ptxas failed",)}, "rms_norm: ptxas failed"),
     ],
 )
 def test_the_bad_machine_is_named(
@@ -76,6 +80,40 @@ def test_the_bad_machine_is_named(
     with pytest.raises(CheckFailed, match=f"preflight-{name}") as caught:
         require(tuple(results.values()))
     assert caught.value.exit_code == 9
+
+
+def fused(op: str) -> FusionDecision:
+    return FusionDecision(
+        proposal_id=op,
+        pattern=op,
+        variant="kernel",
+        provider="shardwright",
+        op=op,
+        modules=("model.norm",),
+        roles={},
+        source_sha256=source_sha256("rms_norm"),
+        tolerance="0.0001",
+    )
+
+
+def test_one_rank_a_machine_compiles_the_plans_kernels(
+    tiny: Any, make_job: Any, strategy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For sm_90 here, with the compiler that a GPU machine has; what does not compile is told with its reason."""
+    pytest.importorskip("triton", reason="kernels need triton")
+    from shardwright.kernels import compile_gate
+
+    compiled: list[str] = []
+    real = compile_gate.compile_case
+    monkeypatch.setattr(compile_gate, "compile_case", lambda case, to: compiled.append(case.name) or real(case, to))
+    plan = make_job(tiny, strategy(shard=2), fusions=(fused("rms_norm"), fused("no_such_operator"))).plan
+    cuda = Device("cuda", torch.device("cpu"), "gloo")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert kernels.unbuilt(plan, cuda) == () and not compiled
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert kernels.unbuilt(plan, Device("cpu", torch.device("cpu"), "gloo")) == () and not compiled
+    (told,) = kernels.unbuilt(plan, cuda)
+    assert told.startswith("no_such_operator: ") and compiled and all("rms_norm" in name for name in compiled)
 
 
 def test_clocks_apart_are_a_warning(tiny: Any, make_job: Any, strategy: Any) -> None:

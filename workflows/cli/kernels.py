@@ -92,10 +92,10 @@ def prebuild(
 
     For this machine's CUDA device; for sm_90 where there is none. Exits 9 where one does not fit or spills.
     """
+    from shardwright.kernels.prebuild import prebuild as compile_all
     from shardwright.schemas.errors import CheckFailed
-    from shardwright.workflows.operators import prebuild_operators
 
-    reports = prebuild_operators(ops, device)
+    reports = compile_all(ops, device)
     if output is PlainOutput.json:
         from dataclasses import asdict
 

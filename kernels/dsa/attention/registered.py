@@ -39,22 +39,8 @@ def dsa_attention_forward(
 
 
 @dsa_attention_forward.register_fake
-def _(
-    qn: Tensor,
-    qr: Tensor | None,
-    kn: Tensor,
-    kr: Tensor | None,
-    v: Tensor | None,
-    gate: Tensor | None,
-    sinks: Tensor | None,
-    indices: Tensor,
-    bounds: Tensor | None,
-    scale: float,
-    block: int,
-    deterministic: bool,
-    check_indices: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    qn, qr, kn, kr, v, gate, sinks, indices, bounds, scale, block, *_, save = given
     p = Problem(qn, qr, kn, kr, v, indices, bounds, gate, sinks, scale, block)
     p.check_static()
     shape = (qn.shape[0], qn.shape[1], p.DV)
@@ -91,26 +77,8 @@ def dsa_attention_backward(
 
 
 @dsa_attention_backward.register_fake
-def _(
-    dy: Tensor,
-    qn: Tensor,
-    qr: Tensor | None,
-    kn: Tensor,
-    kr: Tensor | None,
-    v: Tensor | None,
-    gate: Tensor | None,
-    sinks: Tensor | None,
-    indices: Tensor,
-    bounds: Tensor | None,
-    lse: Tensor,
-    o: Tensor,
-    low: Tensor,
-    scale: float,
-    block: int,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    parts = (qn, qr, kn, kr, v, gate, sinks)
-    whole = [dy.new_empty(0) if part is None else part.new_empty(part.shape) for part in parts]
+def _(dy: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    whole = [dy.new_empty(0) if part is None else part.new_empty(part.shape) for part in given[:7]]
     return cast(tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple(whole))
 
 
