@@ -1,4 +1,4 @@
-"""Every mixture-of-experts family of the installed transformers through the structure stage.
+"""Every mixture-of-experts family of the installed transformers, and this project's own, through the structure stage.
 
 ``python benchmarks/families.py`` runs all families and rewrites ``benchmarks/families.json`` and ``docs/families.md``;
 with names, only those rows are renewed; with ``--render``, only the page. Each family runs in a process of its own
@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from families_own import OWN
 from families_page import render
 from families_row import row_of
 from families_tiny import moe_families
@@ -67,7 +68,7 @@ def main(arguments: list[str]) -> None:
     recorded: dict[str, Any] = json.loads(ROWS.read_text()) if ROWS.exists() else {"rows": {}}
     if arguments != ["--render"]:
         torch.set_num_threads(1)
-        families = arguments or list(moe_families())
+        families = arguments or [*moe_families(), *OWN]
         with tempfile.TemporaryDirectory() as folder:
             row_of(WARM, Path(folder))
         rows = {} if not arguments else recorded["rows"]

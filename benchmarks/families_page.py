@@ -7,7 +7,8 @@ from typing import Any
 HEAD = """# Model families
 
 Written by `python benchmarks/families.py` from a run over every mixture-of-experts family that transformers
-{transformers} ships with modelling code (torch {torch}); do not edit.
+{transformers} ships with modelling code (torch {torch}), and Kimi K3 in this project's own classes, with latent
+attention and with its gated sparse form; do not edit.
 
 For each family a tiny checkpoint (a few layers, the family's own class and configuration) is written, profiled from
 its headers, captured on meta, matched and certified. *Profile* is exact when the headers give the model's own number

@@ -2,8 +2,9 @@
 
 LoRA r = 16 on attention and experts, FSDP2 × EP64, 4,096 tokens a sequence, every layer recomputed, the base in bf16
 and kept as MXFP4; beside them the fastest plan that the search finds among those that the runtime runs. And a context
-of 1,048,576 tokens with tensor parallelism, which the runtime does not run: such a plan is marked. ``--write`` puts the
-tables into ``docs/k3-plans.md``. Nothing is measured: all figures are modelled.
+of 1,048,576 tokens, each sequence cut over context-parallel or over tensor-parallel ranks, neither of which the runtime
+runs: such plans are marked. ``--write`` puts the tables into ``docs/k3-plans.md``. Nothing is measured: all figures are
+modelled.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces.catalogue import load_cluster
 from shardwright.search_spaces.context import SearchContext
 from shardwright.search_spaces.cost import price, workload
+from shardwright.search_spaces.cost.context import exchanged_bytes
 from shardwright.search_spaces.cost.fusion import FusedProviders
+from shardwright.search_spaces.cost.plans import plans_of
 from shardwright.search_spaces.legality import violations_in
 from shardwright.search_spaces.space import enumerate_plans
 
@@ -40,6 +43,9 @@ CLUSTERS = (
     "ascend-910b-8", "cloudmatrix-384",
 )  # fmt: skip
 SHORT, LONG = 4096, 1 << 20
+CP = 128
+"""Context-parallel ranks of a sequence on every cluster."""
+DEGREES_ON, DEGREES = "h200-128", (16, 32, 64)
 PRICED = FusedProviders({"kda": ("shardwright", ()), "linear_cross_entropy": ("shardwright", ("lm_head",))})
 GIB = 2**30
 COVERED = ("runtime-runs-it", "global-batch")
@@ -108,14 +114,16 @@ def searched(name: str) -> Planned:
 
 
 def short(base_format: str) -> ParallelStrategy:
-    """EP64; bf16 expert stacks are cut in two by FSDP, packed ones cannot be and are kept twice."""
-    mesh = Mesh(shard=2, ep=64) if base_format == "compute" else Mesh(replicate=2, ep=64)
-    return ParallelStrategy(mesh=mesh, checkpointing="full", base_format=base_format)  # type: ignore[arg-type]
+    """EP64, expert stacks cut in two by FSDP."""
+    return ParallelStrategy(mesh=Mesh(shard=2, ep=64), checkpointing="full", base_format=base_format)  # type: ignore[arg-type]
 
 
-def long() -> ParallelStrategy:
-    """Four sequences of a million tokens, each over 32 tensor-parallel ranks."""
-    return ParallelStrategy(mesh=Mesh(ep=4, tp=32), checkpointing="full", base_format="mxfp4")
+def long(cp: int = 1) -> tuple[ParallelStrategy, int]:
+    """Sequences of a million tokens, each over ``cp`` context-parallel or 32 tensor-parallel ranks, and how many."""
+    tp = 32 if cp == 1 else 1
+    sequences = DEVICES // (cp * tp)
+    mesh = Mesh(ep=sequences, cp=cp, tp=tp)
+    return ParallelStrategy(mesh=mesh, checkpointing="full", base_format="mxfp4"), sequences
 
 
 def row(name: str, one: Planned) -> str:
@@ -132,15 +140,6 @@ def row(name: str, one: Planned) -> str:
     return "| " + " | ".join([*cells, *numbers, runs]) + " |"
 
 
-def by_context() -> str:
-    """Why the long sequence is not cut along its length: the rule that such a plan breaks."""
-    cut = ParallelStrategy(mesh=Mesh(ep=4, cp=32), checkpointing="full", base_format="mxfp4")
-    refused = planned("h200-128", cut, LONG, 4).refused
-    if not refused:
-        raise ValueError("context parallelism became legal for linear attention: give it a table")
-    return f"A plan with {cut.mesh.text()} is not legal\n({refused})"
-
-
 HEAD = ("| Devices | Plan | Memory of the fullest rank | Step | Executable |", "| --- | --- | --- | --- | --- |")
 
 
@@ -149,8 +148,46 @@ def short_rows(name: str) -> list[str]:
     return [row(name, planned(name, short(kind), SHORT, DEVICES)) for kind in ("compute", "mxfp4")]
 
 
-def long_row(name: str) -> str:
-    return row(name, planned(name, long(), LONG, 4))
+LONG_HEAD = (
+    "| Devices | Plan | Memory of the fullest rank | A sequence | Of it exposed communication | Executable |",
+    "| --- | --- | --- | --- | --- | --- |",
+)
+
+
+def long_row(name: str, cp: int = 1) -> str:
+    """A row of the long context: a step's time over its sequences, and what of it nothing hides."""
+    strategy, sequences = long(cp)
+    one = planned(name, strategy, LONG, sequences)
+    if one.cost is None:
+        return row(name, one)
+    step, times = one.cost.time.step_ms, one.cost.time.components
+    exposed = sum(part.milliseconds for part in times if part.kind == "exposed_communication")
+    cells = row(name, one).split(" | ")
+    cells[3:4] = [f"{step / 1e3 / sequences:.1f} s", f"{exposed / 1e3 / sequences:.1f} s"]
+    return " | ".join(cells)
+
+
+def exchanged() -> str:
+    """What a layer of each kind gathers over the ranks of a sequence, in words."""
+    model = kimi_k3("mxfp4")
+    strategy, sequences = long(CP)
+    work = workload(model, recipe_for(batch=sequences, tokens=LONG), targets_for(model, rank=16))
+    plans = plans_of([strategy], model)
+    sizes = {}
+    for layer in work.layers:
+        both = exchanged_bytes(work, layer, plans, plans.tokens(LONG))
+        sizes[layer.kind.attention] = " GB forward and ".join(f"{one.item() / 1e9:.2f}" for one in both)
+    return f"A delta-rule layer gathers {sizes['linear']} GB back at any length, a latent one {sizes['mla']} GB back."
+
+
+BY_CONTEXT = """\
+A rank holds two pieces of a sequence, one from the front and one from the end, so that causal attention is even.
+Delta-rule layers pass states on, `[N | M]` of each piece in fp32; latent layers gather compressed keys and values and
+expand them piece by piece."""
+NOT_CUT = """\
+Not executable, because the runtime cuts no sequence: batches, labels, positions and document borders would have to
+follow, and latent attention would have to gather. The delta rule's part exists for one piece a rank and is tested over
+gloo (`kernels/kda/context.py`, `runtime/fused_delta_context.py`)."""
 
 
 def page() -> str:
@@ -168,15 +205,28 @@ def page() -> str:
         text += short_rows(name)
     text += ["", "## The fastest plan that the runtime runs", "", "The same recipe, found by the search.", "", *HEAD]
     text += [row(name, searched(name)) for name in CLUSTERS]
-    text += ["", "## One million tokens of context", "", *HEAD]
-    text += [long_row(name) for name in CLUSTERS]
     text += [
         "",
-        f"{by_context()},",
-        "so a long sequence is spread over tensor-parallel ranks: priced, not run (`search_spaces/executable.py`),",
-        "refused by `apply`.",
+        "## One million tokens of context",
         "",
+        "None of these plans is executable; `plan --explore` prices them and `apply` refuses them",
+        "(`search_spaces/executable.py`).",
+        "",
+        f"### {DEVICES // CP} sequence at a time, cut over {CP} context-parallel ranks",
+        "",
+        BY_CONTEXT,
+        exchanged(),
+        "",
+        NOT_CUT,
+        "",
+        *LONG_HEAD,
     ]
+    text += [long_row(name, CP) for name in CLUSTERS]
+    text += ["", f"Fewer ranks a sequence and more sequences at once, on {DEGREES_ON}:", "", *LONG_HEAD]
+    text += [long_row(DEGREES_ON, cp) for cp in DEGREES]
+    text += ["", "### 4 sequences, each over 32 tensor-parallel ranks", "", *LONG_HEAD]
+    text += [long_row(name) for name in CLUSTERS]
+    text += ["", "Not executable: the runtime cuts no projections.", ""]
     return "\n".join(text)
 
 

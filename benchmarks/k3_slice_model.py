@@ -26,7 +26,7 @@ from shardwright.runtime.checkpointing import checkpoint_layers
 from shardwright.runtime.device import Device
 from shardwright.runtime.experts.balance import LoadMeter
 from shardwright.runtime.experts.module import LoraExperts
-from shardwright.runtime.experts.packed import packed_experts_of
+from shardwright.runtime.experts.packed import SCALES, VALUES, packed_experts_of
 from shardwright.runtime.files import open_files
 from shardwright.runtime.fuse import Switch, install_fusions
 from shardwright.runtime.fused_dsa_borders import Borders
@@ -118,7 +118,7 @@ def build(what: Described, fusions: tuple[str, ...], dtype: torch.dtype) -> Slic
         meter=meter,
         dropout=0.0,
         dtype=torch.float32,
-        packed=packed_experts_of(files.names, stacks, base_format, 1),
+        packed=packed_experts_of(files.names, stacks, base_format),
     )
     switches = install_fusions(model, decisions(model, fusions))
     if "dsa" in fusions:
@@ -142,19 +142,18 @@ def fill(model: nn.Module) -> None:
         value = owned.local()
         if owned.adapter:
             value.copy_(initial_box(0, name, owned.shape, owned.box))
+        elif name.endswith(VALUES):
+            value.random_(0, 256)
+        elif name.endswith(SCALES):
+            value.fill_(SCALE_CODES)
         elif "norm" in name.rsplit(".", 2)[-2] and name.endswith("weight"):
             value.fill_(1.0)
         elif value.dim() < 2:
             value.zero_()
         else:
             value.normal_(0.0, 0.02)
-    for name, buffer in model.named_buffers():
-        if name.endswith("_values"):
-            buffer.random_(0, 256)
-        elif name.endswith("_scales"):
-            buffer.fill_(SCALE_CODES)
-        else:
-            buffer.zero_()
+    for buffer in model.buffers():
+        buffer.zero_()
 
 
 def decisions(model: nn.Module, fusions: tuple[str, ...]) -> tuple[FusionDecision, ...]:

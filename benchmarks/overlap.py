@@ -1,9 +1,11 @@
 """How much of the experts' exchange is hidden under computation, over gloo on this machine's cores.
 
-``python benchmarks/overlap.py [--tokens N] [--chunks C] [--shared] [--append] [--trace FOLDER]``
+``python benchmarks/overlap.py [--tokens N] [--chunks C] [--shared] [--self-test] [--append] [--trace FOLDER]``
 
 Two processes, ep 2, one layer's experts with adapters, forward and backward; once whole and once in chunks, or with
-``--shared`` a block with a shared expert, once after the routed ones and once under their dispatch. Time is read from
+``--shared`` a block with a shared expert, once after the routed ones and once under their dispatch, which with
+``--chunks`` is in pieces too. ``--self-test`` runs both kinds small and fails unless the whole exchange is exposed and
+the other is less so. Time is read from
 the profiler's timeline: exchanges are gloo's own events, from their start to their end; computation is what the experts
 run meanwhile, without its waits. ``exposed share`` = time of exchanges in which the process did not compute ÷ time of
 exchanges; whole exchanges are waited for where they start, so theirs is 1. ``--trace`` keeps the timelines for chrome://tracing.
@@ -33,6 +35,7 @@ from shardwright.runtime.experts.balance import LoadMeter
 from shardwright.runtime.experts.module import LoraExperts
 from shardwright.runtime.experts.overlap import COMPUTE
 from shardwright.runtime.experts.shared import SHARED_COMPUTE, put_shared_under_dispatch
+from shardwright.schemas.bench import BenchLine
 
 E, H, I, K, RANK, RANKS = 8, 256, 512, 2, 16, 2
 BESIDE = ("", "after", "under")
@@ -162,13 +165,51 @@ def measure(tokens: int, chunks: int, beside: str, repeats: int, out: Path) -> d
     return {key: sum(one[key] for one in results) / RANKS for key in results[0]}
 
 
+def compare(tokens: int, chunks: int, shared: bool, repeats: int, out: Path) -> BenchLine:
+    """A whole exchange, waited for, beside one in chunks, under the shared expert, or both: one result line."""
+    cases = ((1, "after"), (chunks, "under")) if shared else ((1, ""), (chunks, ""))
+    whole, cut = (measure(tokens, pieces, beside, repeats, out) for pieces, beside in cases)
+    how = "under" if shared else "chunked"
+    name = "overlap" if not shared else "shared-expert" if chunks == 1 else "chunks-and-shared-expert"
+    return line(
+        {
+            "bench": "overlap",
+            "case": f"{name}/ep2-{tokens}x{H}",
+            "passes": "fwd+bwd",
+            "unit": "share",
+            "ours": round(cut["exposed"], 4),
+            "rival": "one exchange, waited for",
+            "rival_value": round(whole["exposed"], 4),
+            "metrics": {
+                "chunks": float(chunks),
+                **{f"{how}_{key}": round(cut[key], 3) for key in ("exposed_ms", "exchange_ms", "step_ms")},
+                **{f"whole_{key}": round(whole[key], 3) for key in ("exposed_ms", "exchange_ms", "step_ms")},
+            },
+        }
+    )
+
+
+def self_test(out: Path) -> list[BenchLine]:
+    """Chunks, a shared expert, and both, small.
+
+    Raises:
+        SystemExit: where an overlapped exchange is as exposed as a whole one.
+    """
+    found = [compare(512, chunks, shared, 1, out) for chunks, shared in ((4, False), (1, True), (3, True))]
+    for one in found:
+        if one.rival_value is None or not one.ours < one.rival_value > 0.99:
+            raise SystemExit(f"{one.case}: exposed {one.ours} overlapped, {one.rival_value} whole")
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Whole against chunked, one result line."""
+    """One result line a case."""
     parser = argparse.ArgumentParser(prog="overlap.py")
     parser.add_argument("--tokens", type=int, default=4096, help="of each rank")
-    parser.add_argument("--chunks", type=int, default=4)
+    parser.add_argument("--chunks", type=int, help="[default: 4, and 1 with --shared]")
     parser.add_argument("--shared", action="store_true", help="a shared expert after and under the dispatch")
     parser.add_argument("--repeats", type=int, default=5, help="after one of warm-up; medians count")
+    parser.add_argument("--self-test", action="store_true", help="all three kinds on a small size")
     parser.add_argument("--append", action="store_true", help="append to benchmarks/results")
     parser.add_argument("--trace", type=Path, help="where to keep the timelines")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -182,28 +223,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         out = options.trace or Path(folder)
         out.mkdir(parents=True, exist_ok=True)
-        cases = ((1, "after"), (1, "under")) if options.shared else ((1, ""), (options.chunks, ""))
-        whole, cut = (measure(options.tokens, chunks, beside, options.repeats, out) for chunks, beside in cases)
-    name, how = ("shared-expert", "under") if options.shared else ("overlap", "chunked")
-    found = line(
-        {
-            "bench": "overlap",
-            "case": f"{name}/ep2-{options.tokens}x{H}",
-            "passes": "fwd+bwd",
-            "unit": "share",
-            "ours": round(cut["exposed"], 4),
-            "rival": "one exchange, waited for",
-            "rival_value": round(whole["exposed"], 4),
-            "metrics": {
-                "chunks": float(cases[1][0]),
-                **{f"{how}_{key}": round(cut[key], 3) for key in ("exposed_ms", "exchange_ms", "step_ms")},
-                **{f"whole_{key}": round(whole[key], 3) for key in ("exposed_ms", "exchange_ms", "step_ms")},
-            },
-        }
-    )
-    sys.stdout.write(found.model_dump_json() + "\n")
+        chunks = options.chunks or (1 if options.shared else 4)
+        if options.self_test:
+            found = self_test(out)
+        else:
+            found = [compare(options.tokens, chunks, options.shared, options.repeats, out)]
+    for one in found:
+        sys.stdout.write(one.model_dump_json() + "\n")
     if options.append:
-        append([found])
+        append(found)
     return 0
 
 

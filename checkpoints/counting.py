@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 
@@ -110,6 +110,15 @@ class Counter:
             ),
             by_component={component: count for component, count in sorted(by.items()) if count},
         )
+
+    def weights_of(self, names: Iterable[str]) -> int:
+        """Parameters of some tensors, those of MTP layers left out."""
+        return sum(self._values(name, self._logical[name])[0] for name in names if not self._beyond(name))
+
+    def _beyond(self, name: str) -> bool:
+        component, place = self._component(name, len(self._logical[name].shape), False), split_layer(name)
+        later = place is not None and component not in _NOT_TEXT and place[1] >= self._shape.num_layers
+        return component == "mtp" or later
 
     def _walk(self) -> Iterator[Counted]:
         linear = self._linear_layers()

@@ -107,6 +107,11 @@ class NameMap:
         redundant = tuple(name for name in rest if _is_redundant(name, config, rules))
         return cls(sources, parameter_shapes, logical, headers, redundant)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Everything that the files fill, whole and unpacked: parameters and persistent buffers, tied ones once."""
+        return self._shapes
+
     def reads(self, parameter: str) -> tuple[TensorRead, ...]:
         """The reads that fill a parameter whole, in order of their place in it.
 

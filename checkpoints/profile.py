@@ -18,6 +18,7 @@ from shardwright.checkpoints.headers import Headers, read_headers
 from shardwright.checkpoints.kinds import layer_kinds
 from shardwright.checkpoints.packing.detect import logical_tensors
 from shardwright.checkpoints.packing.logical import LogicalTensor
+from shardwright.checkpoints.precision import listed_pattern, stored_fp32
 from shardwright.checkpoints.shape import model_shape
 from shardwright.schemas.errors import CheckpointError
 from shardwright.schemas.profile import CheckpointProfile, ModelShape, Packing
@@ -44,6 +45,8 @@ def _profile(folder: Path) -> CheckpointProfile:
     counter = Counter(logical, headers, config, shape)
     check_agreement(config, shape, logical, counter)
     known = has_transformers_class(config)
+    wide = listed_pattern(config) if known else None
+    kept = () if wide is None else stored_fp32(logical, headers, wide)
     return CheckpointProfile(
         model_type=config.model_type,
         architecture=config.architecture or config.model_type,
@@ -52,7 +55,7 @@ def _profile(folder: Path) -> CheckpointProfile:
         files=len(headers.files),
         stored_bytes=headers.stored_bytes,
         dtypes=dict(sorted(Tally(tensor.dtype for tensor in headers.tensors.values()).items())),
-        parameters=counter.parameters(),
+        parameters=counter.parameters().model_copy(update={"kept_float32": counter.weights_of(kept)}),
         packing=packing_of(logical, headers),
         shape=shape,
         layer_kinds=layer_kinds(counter, config),

@@ -16,7 +16,7 @@ Nothing is bound in the interpreter, where launches are recorded, for tensors of
 two roles are one tensor (which is which could not be told). A bound launch is left to triton where its tensors'
 dtypes, or which of them there are, differ from those that it was bound with: a kernel compiled for others would read
 them wrongly without a word. What the launcher refuses ends binding for the process, with a warning, and goes through
-triton. Off unless ``SHARDWRIGHT_BIND_LAUNCHES=1`` is set, and off with any triton but the one whose launcher this is.
+triton. Off with ``SHARDWRIGHT_BIND_LAUNCHES=0``, and with any triton but the one whose launcher this is.
 """
 
 from __future__ import annotations
@@ -36,15 +36,18 @@ LAUNCHER = "3.6."
 """Versions of triton whose compiled kernels take (grid, stream, function, metadata, three hooks, arguments)."""
 
 
-def asked(value: str, version: str) -> bool:
-    """Whether launches are bound: the environment's switch, and a triton whose launcher is known; else a warning."""
-    if value == "1" and not version.startswith(LAUNCHER):
+def asked(value: str | None, version: str) -> bool:
+    """Whether launches are bound: with a triton whose launcher is known, unless the environment's switch is 0.
+
+    A switch of 1 with another triton is answered by a warning.
+    """
+    known = version.startswith(LAUNCHER)
+    if value == "1" and not known:
         warnings.warn(f"launches are not bound: triton is {version}, not {LAUNCHER}x", RuntimeWarning, stacklevel=2)
-        return False
-    return value == "1"
+    return known and value in (None, "1")
 
 
-BINDS = asked(os.environ.get("SHARDWRIGHT_BIND_LAUNCHES", "0"), triton.__version__)
+BINDS = asked(os.environ.get("SHARDWRIGHT_BIND_LAUNCHES"), triton.__version__)
 REFUSALS = (AttributeError, OverflowError, RuntimeError, TypeError, ValueError)
 """What a launcher raises for arguments that it does not take."""
 MOST = 1 << 14

@@ -116,6 +116,8 @@ class OpSuite:
     facts: Callable[[BenchCase], Mapping[str, float]] | None = None
     """What a line must state beside times, such as the distribution of rows (``row_facts``)."""
     tune: Callable[[], tuple[TuneCase, ...]] | None = None
+    in_order: Function | None = None
+    """The operator in the mode that promises the same bits every run, where ``fused`` promises none."""
     bad_inputs: Callable[[str], tuple[BadInput, ...]] | None = None
     """``device`` → inputs that the operator must refuse."""
 

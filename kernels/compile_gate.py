@@ -2,7 +2,8 @@
 
 The compiler is the one of the pinned triton with its own ptxas, so the machine code is the one that a
 GPU machine with that triton makes. A configuration passes when it fits shared memory, spills nothing (or no
-more than its case states with a reason), and loads whole 16-byte vectors or tensor tiles.
+more than its case states with a reason), loads whole 16-byte vectors or tensor tiles, and when its products read the
+descriptors that the compiler wrote (``machine_code``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from shardwright.kernels.machine_code import Fault, compiled_faults
 from shardwright.schemas.errors import KernelError
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -125,6 +127,8 @@ class CompileReport:
     """Bulk tensor copies (TMA) from device memory."""
     spill_allowance: int = SPILL_LIMIT_BYTES
     narrow: str = ""
+    faults: tuple[Fault, ...] = ()
+    """Products that the assembler lets read elsewhere."""
 
     @property
     def complaint(self) -> str:
@@ -133,6 +137,8 @@ class CompileReport:
             return f"{self.name}: {self.shared_bytes} bytes of shared memory, limit {SHARED_LIMIT_BYTES}"
         if self.spill_bytes > self.spill_allowance:
             return f"{self.name}: {self.spill_bytes} bytes spilled a thread, limit {self.spill_allowance}"
+        if self.faults:
+            return f"{self.name}: {len(self.faults)} descriptors are not the compiler's; {self.faults[0]}"
         if not self.vector_loads and not self.tensor_copies and not self.narrow:
             return f"{self.name}: no load from device memory is 16 bytes wide"
         return ""
@@ -176,6 +182,7 @@ def compile_case(case: AnyCase, target: GPUTarget = TARGET) -> CompileReport:
         tensor_copies=len(re.findall(r"cp\.async\.bulk\.tensor[\w.]*\.shared::cluster\.global", ptx)),
         spill_allowance=case.spill_allowance,
         narrow=case.narrow,
+        faults=compiled_faults(compiled),
     )
 
 

@@ -221,7 +221,13 @@ OPERATORS: dict[str, OperatorEntry] = {
         suite_path="kda.cases:SUITE",
         more_suites=("kda.cases:SOFTPLUS_SUITE",),
         dimensions=("T", "H", "K", "V"),
-        borrowed=("gated_delta/launches.py", "gated_delta/triton.py", "rms_norm/contract.py"),
+        borrowed=(
+            "gated_delta/launches.py",
+            "gated_delta/triton.py",
+            "machine_code.py",
+            "rms_norm/contract.py",
+            "sound.py",
+        ),
     ),
     "gated_delta": OperatorEntry(
         name="gated_delta",
@@ -230,7 +236,7 @@ OPERATORS: dict[str, OperatorEntry] = {
         cost_path="gated_delta.cost:cost",
         suite_path="gated_delta.cases:SUITE",
         dimensions=("T", "H", "K", "V"),
-        borrowed=("kda", "rms_norm/contract.py"),
+        borrowed=("kda", "machine_code.py", "rms_norm/contract.py", "sound.py"),
     ),
     "short_conv": OperatorEntry(
         name="short_conv",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.runtime.experts.balance import LoadMeter
-from shardwright.runtime.routing import Choices, choosing
+from shardwright.runtime.routing import Choices, Routes, active, choosing
 from shardwright.runtime.segments import Bounds, segments
 from shardwright.runtime.segments import active as active_segments
 from shardwright.schemas.errors import LegalityError
@@ -37,7 +37,7 @@ class _Call:
     sorted: bool = True
 
 
-def _topk_of(choices: Choices) -> Callable[..., Any]:
+def _topk_of(choices: Choices | Routes) -> Callable[..., Any]:
     """``topk`` as a choice and a differentiable look-up of the chosen scores.
 
     The first pass makes the choices and remembers them in order; a replay takes them as they were. Both passes record
@@ -46,10 +46,10 @@ def _topk_of(choices: Choices) -> Callable[..., Any]:
 
     def topk(*args: Any, **kwargs: Any) -> Any:
         call = _Call(*args, **kwargs)
-        if not choices.replay:
-            with torch.no_grad():
-                choices.made.append(LIBRARY_TOPK(*args, **kwargs).indices)
-        indices = choices.next()
+        scores = call.input.shape[call.dim]
+        size = (call.input.numel() // max(scores, 1), scores, call.k)
+        with torch.no_grad():
+            indices = choices.take(size, lambda: LIBRARY_TOPK(*args, **kwargs).indices)
         return torch.return_types.topk((call.input.gather(call.dim, indices), indices))
 
     return topk
@@ -88,18 +88,19 @@ class CheckpointedForward:
         return checkpoint(self.original, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        choices = Choices()
-        return _pass(choices), self._again(choices, active_segments())
+        around = active()
+        choices = Choices(outer=around if isinstance(around, Routes) else None)
+        return routed(choices), self._again(choices, active_segments())
 
     @contextmanager
     def _again(self, choices: Choices, bounds: Bounds | None) -> Iterator[None]:
-        with self.meter.record(False), segments(bounds), _pass(choices.again()):
+        with self.meter.record(False), segments(bounds), routed(choices.again()):
             yield
 
 
 @contextmanager
-def _pass(choices: Choices) -> Iterator[None]:
-    """One pass of a layer: every ``topk`` and every fused router keeps or repeats its choice."""
+def routed(choices: Choices | Routes) -> Iterator[None]:
+    """One pass of a layer or a model: every ``topk`` and every fused router keeps or repeats its choice."""
     with choosing(choices), _topk(_topk_of(choices)):
         yield
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -15,29 +12,27 @@ import torch.distributed as dist
 from shardwright.runtime import probe, record, state
 from shardwright.runtime.agree import on_first_rank, together
 from shardwright.runtime.batches import Batches
-from shardwright.runtime.checks.compare import require
 from shardwright.runtime.checks.first_step import FirstStep
 from shardwright.runtime.checks.memory import memory_guard
 from shardwright.runtime.checks.watch import Watch
 from shardwright.runtime.data import load_images, load_sequences
 from shardwright.runtime.device import Device, open_device
+from shardwright.runtime.fused_dsa_ways import ways_taken
 from shardwright.runtime.images import attach_images, behind
 from shardwright.runtime.launch.options import read_options
 from shardwright.runtime.launch.process import RunLock
 from shardwright.runtime.mesh import Ranks, open_mesh
-from shardwright.runtime.metrics import Metrics, say
+from shardwright.runtime.metrics import say
 from shardwright.runtime.preflight.run import preflight
 from shardwright.runtime.preflight.run import require as require_preflight
-from shardwright.runtime.preflight.run import warnings as preflight_warnings
+from shardwright.runtime.run_log import RunLog
 from shardwright.runtime.session import Live, build
 from shardwright.runtime.train import Gradient, Trainer
 from shardwright.runtime.verify import verify_plan_against_world
 from shardwright.schemas.approval import find_approval, verify_approval
-from shardwright.schemas.errors import RunInterrupted
 from shardwright.schemas.plan import AdaptationPlan, load_plan
-from shardwright.schemas.run import CheckResult, EvalMetric, ExpertLoad, RunRecord, StepMetric
+from shardwright.schemas.run import StepMetric
 
-PLAN_COPY = "plan.json"
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Longest wait in a collective: rank 0 works alone during the single-process reference."""
 
@@ -109,7 +104,7 @@ def close(failed: bool) -> None:
 
 
 class _Run:
-    """The steps of one run on one rank."""
+    """The order of work of one run on one rank; ``log`` keeps its account."""
 
     def __init__(
         self, plan: AdaptationPlan, checkpoint: Path, recipe_root: Path, run_dir: Path, ranks: Ranks, device: Device
@@ -117,117 +112,70 @@ class _Run:
         self.plan, self.checkpoint, self.root, self.run_dir = plan, checkpoint, recipe_root, run_dir
         self.ranks, self.device = ranks, device
         self.recipe = plan.decision.recipe
-        self.first = ranks.rank == 0
-        self.metrics: Metrics | None = None
-        self.record: RunRecord | None = None
-        self.steps: list[StepMetric] = []
-        self.evaluations: list[EvalMetric] = []
+        self.log = RunLog(plan, run_dir, ranks, device.name)
 
     def go(self, plan_path: Path) -> None:
         """All of it; a failure is written into the record before it is raised."""
+        log = self.log
         try:
-            self._begin(plan_path)
+            log.begin(plan_path)
             self._preflight()
             live = together(self._built)
-            self._loaded(live)
+            log.loaded(live.load)
             self._train(live)
         except BaseException as error:
-            if self.record is not None:
-                stopped = isinstance(error, RunInterrupted)
-                self._note(status="interrupted" if stopped else "failed", failure="" if stopped else str(error)[:2000])
+            log.failed(error)
             raise
         finally:
-            if self.metrics is not None:
-                self.metrics.close()
-
-    def _begin(self, plan_path: Path) -> None:
-        if not self.first:
-            return
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        if plan_path.resolve() != (self.run_dir / PLAN_COPY).resolve():
-            shutil.copyfile(plan_path, self.run_dir / PLAN_COPY)
-        self.metrics = Metrics(
-            self.run_dir,
-            self.recipe.schedule.steps,
-            {"run": self.recipe.name, "decision": self.plan.hashes.decision[:16]},
-        )
-        before = record.read(self.run_dir) if (self.run_dir / record.FILE).is_file() else None
-        self.record = record.start(self.plan, self.device.name)
-        if before is not None and before.decision_sha256 == self.record.decision_sha256:
-            self.record = before.model_copy(update={"status": "running", "failure": ""})
-        record.write(self.run_dir, self.record)
-        say(f"plan {self.plan.hashes.decision[:12]}: {self.plan.decision.strategy.text()}, {self.ranks.world} ranks")
+            log.close()
 
     def _preflight(self) -> None:
         if not on_first_rank(lambda: read_options(self.run_dir).preflight):
             return
         results = preflight(self.plan, self.device, self.run_dir)
-        if self.record is not None:
-            notes = preflight_warnings(results)
-            self._note(preflight=results, warnings=(*self.record.warnings, *notes))
-            for one in results:
-                say(f"preflight {one.name}: {'passed' if one.passed else 'FAILED'} ({one.where}: {one.evidence})")
+        self.log.preflight(results)
         require_preflight(results)
-
-    def _progress(self) -> Callable[[int, int, float], None] | None:
-        if not self.first:
-            return None
-        shown = [0.0]
-
-        def progress(bytes_read: int, tensors: int, seconds: float) -> None:
-            if seconds - shown[0] >= 2.0:
-                shown[0] = seconds
-                say(f"loading: {tensors} tensors, {bytes_read / 1e6:.0f} MB, {bytes_read / 1e6 / seconds:.0f} MB/s")
-
-        return progress
 
     def _built(self) -> Live:
         with memory_guard(self.plan, self.device, "load"):
-            return build(self.plan, self.checkpoint, self.ranks, self.device, self._progress())
-
-    def _loaded(self, live: Live) -> None:
-        facts = live.load
-        self._note(load=facts)
-        if self.first:
-            rate = facts.bytes_read / 1e6 / max(facts.seconds, 1e-9)
-            say(
-                f"loaded {facts.tensors} tensors, {facts.bytes_read / 1e6:.0f} MB on rank 0 in {facts.seconds:.1f} s "
-                f"({rate:.0f} MB/s), peak host {facts.peak_host_bytes / 2**30:.2f} GiB"
-            )
+            return build(self.plan, self.checkpoint, self.ranks, self.device, self.log.progress())
 
     def _train(self, live: Live) -> None:
-        trainer = self._trainer(live)
+        log, trainer = self.log, self._trainer(live)
         done = trainer.resume()
         guard = FirstStep(trainer) if done == 0 else None
         if guard is None:
-            self._resumed(done, trainer.resume_notes)
+            log.resumed(done, trainer.resume_notes)
         else:
-            if self.metrics is not None:
-                self.metrics.begin(-1)
-            self._checked(guard.before())
+            log.from_the_start()
+            log.checked(guard.before())
             self.device.reset_peak_memory()
-            self._evaluated(trainer.evaluate(0))
+            log.evaluated(trainer.evaluate(0))
 
         def on_gradient(step: int, gradient: Gradient) -> None:
             if guard is not None and step == 1:
-                self._checked(guard.on_gradient(gradient))
+                log.checked(guard.on_gradient(gradient))
 
         watch = Watch(trainer, guard.base_before if guard is not None else None)
 
         def on_step(metric: StepMetric, gradient: Gradient) -> None:
-            self._stepped(metric)
-            self._warned(watch.after(metric, gradient))
+            log.stepped(metric)
+            log.warned(watch.after(metric, gradient))
+            if metric.step == done + 1:
+                log.took(ways_taken(live.model))
             if guard is not None and metric.step == 1:
-                self._checked(guard.after(gradient))
+                log.checked(guard.after(gradient))
             if due := watch.checks(metric.step):
-                self._checked(due)
+                log.checked(due)
 
-        losses = on_first_rank(lambda: [one.loss for one in self.evaluations])
-        stopped = trainer.run(done + 1, on_gradient, on_step, self._evaluated, losses)
+        losses = on_first_rank(lambda: [one.loss for one in log.evaluations])
+        stopped = trainer.run(done + 1, on_gradient, on_step, log.evaluated, losses)
         if guard is not None:
-            self._checked(guard.at_end())
+            log.checked(guard.at_end())
         probe.save_reference_logits(trainer)
-        self._finish(live, stopped)
+        log.finished(live.meter, stopped)
+        if self.ranks.world > 1:
+            dist.barrier()
 
     def _trainer(self, live: Live) -> Trainer:
         batch, strategy, data = self.recipe.batch, self.plan.decision.strategy, self.recipe.data
@@ -262,53 +210,3 @@ class _Run:
         train, later = (load_images(self.root / name, self.recipe, self.checkpoint, config, cache) for name in names)
         attach_images(live.model, train + later)
         return behind(held, train)
-
-    def _resumed(self, step: int, notes: tuple[str, ...]) -> None:
-        if self.metrics is None or self.record is None:
-            return
-        self.steps, self.evaluations = self.metrics.begin(step)
-        warnings = (*self.record.warnings, *notes)
-        self._note(resumed_from_steps=(*self.record.resumed_from_steps, step), warnings=warnings)
-        for note in notes:
-            say(f"warning: {note}")
-        say(f"resumed from the save of step {step}")
-
-    def _checked(self, checks: tuple[CheckResult, ...]) -> None:
-        """Record what was found on rank 0, then end everywhere if a check failed anywhere."""
-        if self.record is not None:
-            self._note(checks=record.with_checks(self.record, checks))
-            for check in checks:
-                say(f"check {check.stage}/{check.name}: {'passed' if check.passed else 'FAILED'} ({check.evidence})")
-        together(lambda: require(checks, f"rank {self.ranks.rank}"))
-
-    def _evaluated(self, metric: EvalMetric) -> None:
-        if self.metrics is not None:
-            self.evaluations = [*(one for one in self.evaluations if one.step != metric.step), metric]
-            self.metrics.evaluation(metric)
-            self._note(evaluations=tuple(self.evaluations))
-
-    def _stepped(self, metric: StepMetric) -> None:
-        if self.metrics is not None:
-            self.steps.append(metric)
-            self.metrics.step(metric)
-            self._note(steps=tuple(self.steps), **record.measured(self.steps))
-
-    def _warned(self, notes: tuple[str, ...]) -> None:
-        if notes and self.record is not None:
-            self._note(warnings=(*self.record.warnings, *notes))
-            for note in notes:
-                say(f"warning: {note}")
-
-    def _finish(self, live: Live, stopped: int | None) -> None:
-        if stopped is not None and self.first:
-            say(f"stopped at step {stopped}: the held-out loss no longer falls")
-        total = live.meter.total
-        loads = tuple(ExpertLoad(layer=layer, tokens=tuple(count.tolist())) for layer, count in total.items())
-        self._note(status="trained", expert_loads=loads, stopped_at_step=stopped)
-        if self.ranks.world > 1:
-            dist.barrier()
-
-    def _note(self, **fields: Any) -> None:
-        if self.record is not None:
-            self.record = RunRecord.model_validate({**self.record.model_dump(), **fields})
-            record.write(self.run_dir, self.record)

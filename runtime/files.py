@@ -12,6 +12,7 @@ from shardwright.checkpoints.build import build_from_config, state_shapes
 from shardwright.checkpoints.config import ModelConfig, read_config
 from shardwright.checkpoints.headers import Headers, read_headers
 from shardwright.checkpoints.names import NameMap
+from shardwright.checkpoints.precision import keep_stored_fp32
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,15 @@ class Files:
 def open_files(folder: Path, dtype: torch.dtype) -> tuple[nn.Module, Files]:
     """The model on meta and the files behind it.
 
+    Args:
+        dtype: of parameters, but for those that the files and the model's class keep in fp32.
+
     Raises:
         CheckpointError: as the parts.
     """
     config = read_config(folder)
     headers = read_headers(folder)
     model = build_from_config(config, dtype)
-    return model, Files(folder, config, headers, NameMap.for_checkpoint(config, headers, state_shapes(model), model))
+    names = NameMap.for_checkpoint(config, headers, state_shapes(model), model)
+    keep_stored_fp32(model, names, headers)
+    return model, Files(folder, config, headers, names)

@@ -17,7 +17,7 @@ from shardwright.kernels.gated_rms_norm.contract import ACTIVATIONS as GATES
 from shardwright.kernels.registry import OPERATORS, source_sha256
 from shardwright.runtime.experts.fused import packed_rows, received_rows, whole_layer
 from shardwright.runtime.fused_attention import fused_attention
-from shardwright.runtime.fused_delta_rule import fused_delta_rule
+from shardwright.runtime.fused_delta_layer import fused_gated_delta
 from shardwright.runtime.fused_dsa import fused_dsa
 from shardwright.runtime.fused_kda import fused_kda
 from shardwright.runtime.fused_loss import loss_head
@@ -212,7 +212,7 @@ OPERATOR_FORWARDS: dict[str, Maker] = {
     "router": fused_router,
     "qk_norm_rope": fused_attention,
     "kda": fused_kda,
-    "gated_delta": fused_delta_rule,
+    "gated_delta": fused_gated_delta,
     "dsa": fused_dsa,
     "linear_cross_entropy": loss_head,
 }

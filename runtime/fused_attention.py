@@ -1,4 +1,4 @@
-"""An attention module whose query and key norms and rotation are one operator; projections and attention stay.
+"""An attention module whose rotation, with query and key norms or without, is one operator; all else stays.
 
 Legend: B batch, S tokens, Q and K heads, D head width, W rotary width.
 """
@@ -14,8 +14,10 @@ from shardwright.kernels.registry import OPERATORS
 from shardwright.schemas.errors import LegalityError
 from shardwright.schemas.fusion import FusionDecision
 
-ROLES = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
-"""Children of an attention with norms on each head; the plan may name them otherwise."""
+PROJECTIONS, NORMS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_norm", "k_norm")
+"""Children of an attention, and those that norms on each head add; the plan may name them otherwise."""
+ROTATION_ALONE = "rope"
+"""Pattern of a rotation without norms."""
 CACHES = ("cache", "past_key_values")
 """Arguments with which a family hands over its cache: decoding runs the module's own forward."""
 PAIRINGS = {"half-split": "half", "half": "half", "interleaved": "interleaved"}
@@ -25,7 +27,8 @@ PAIRINGS = {"half-split": "half", "half": "half", "interleaved": "interleaved"}
 def fused_attention(module: nn.Module, name: str, decision: FusionDecision) -> Callable[..., Any]:
     """The forward of an attention that returns (output [B, S, H], weights or ``None``).
 
-    Constants of the decision: ``eps``; ``pairing`` (``half`` unless told), ``unit_offset``.
+    Constants of the decision: ``pairing`` (``half`` unless told); with norms ``eps`` and ``unit_offset``. Without
+    norms tables may be narrower than a head: its first dimensions turn.
 
     Raises:
         LegalityError: ``fusion-attention`` where the module is not such an attention.
@@ -33,24 +36,25 @@ def fused_attention(module: nn.Module, name: str, decision: FusionDecision) -> C
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     children = dict(module.named_children())
-    bound = {role: decision.roles.get(role, role) for role in ROLES}
+    normed = decision.pattern != ROTATION_ALONE
+    bound = {role: decision.roles.get(role, role) for role in (*PROJECTIONS, *(NORMS if normed else ()))}
     family: Any = module
     missing = [child for child in bound.values() if child not in children]
     others = sorted(set(children) - set(bound.values()))
     implementation = getattr(getattr(family, "config", None), "_attn_implementation", "eager")
     pairing = PAIRINGS.get(str(decision.constants.get("pairing", "half")), "")
-    if missing or others or implementation == "eager" or "eps" not in decision.constants or not pairing:
+    told = not normed or "eps" in decision.constants
+    if missing or others or implementation == "eager" or not told or not pairing:
         raise _refused(
             name,
             f"the plan binds {', '.join(bound.values())}; missing {missing}, not bound {others}, attention "
             f"{implementation!r}, constants {sorted(decision.constants)}",
         )
-    q_proj, k_proj, v_proj, o_proj, q_norm, k_norm = (children[bound[role]] for role in ROLES)
-    weights: list[Any] = [q_norm.weight, k_norm.weight]
-    if any(weight.dim() != 1 or weight.shape[0] != family.head_dim for weight in weights):
-        raise _refused(name, f"norms of {[tuple(w.shape) for w in weights]} are not over heads of {family.head_dim}")
+    q_proj, k_proj, v_proj, o_proj = (children[bound[role]] for role in PROJECTIONS)
     op: Callable[..., tuple[Tensor, Tensor]] = OPERATORS["qk_norm_rope"].load_op()
-    eps, unit = float(decision.constants["eps"]), bool(decision.constants.get("unit_offset", False))
+    norms: Callable[[], dict[str, Any]] = dict
+    if normed:
+        norms = _norms(name, children[bound["q_norm"]], children[bound["k_norm"]], family.head_dim, decision)
     original: Callable[..., Any] = module.forward
 
     def forward(
@@ -75,10 +79,7 @@ def fused_attention(module: nn.Module, name: str, decision: FusionDecision) -> C
             sin,
             width=cos.shape[-1],
             pairing=pairing,
-            q_weight=q_norm.weight,
-            k_weight=k_norm.weight,
-            eps=eps,
-            unit_offset=unit,
+            **norms(),
         )
         attend = ALL_ATTENTION_FUNCTIONS[implementation]
         values = v_proj(hidden_states).view(heads)
@@ -98,5 +99,20 @@ def fused_attention(module: nn.Module, name: str, decision: FusionDecision) -> C
     return forward
 
 
+def _norms(
+    name: str, q_norm: nn.Module, k_norm: nn.Module, width: int, decision: FusionDecision
+) -> Callable[[], dict[str, Any]]:
+    """What the operator is given for its norms, read at each call.
+
+    Raises:
+        LegalityError: ``fusion-attention`` where they are not over one head's width.
+    """
+    weights: list[Any] = [q_norm.weight, k_norm.weight]
+    if any(weight.dim() != 1 or weight.shape[0] != width for weight in weights):
+        raise _refused(name, f"norms of {[tuple(w.shape) for w in weights]} are not over heads of {width}")
+    eps, unit = float(decision.constants["eps"]), bool(decision.constants.get("unit_offset", False))
+    return lambda: {"q_weight": q_norm.weight, "k_weight": k_norm.weight, "eps": eps, "unit_offset": unit}
+
+
 def _refused(name: str, what: str) -> LegalityError:
-    return LegalityError("fusion-attention", what, where=name, next_action="reject the qk_norm_rope proposal")
+    return LegalityError("fusion-attention", what, where=name, next_action="reject this proposal of the attention")

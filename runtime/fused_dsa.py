@@ -9,27 +9,65 @@ Legend: B rows, S tokens a row, K selected keys.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardwright.runtime.fused_dsa_borders import Borders
-from shardwright.runtime.fused_dsa_layer import NOT_ROTATED, SparseAttention
+from shardwright.runtime.fused_dsa_layer import NOT_ROTATED, DenseLatentAttention, SparseAttention
+from shardwright.runtime.fused_dsa_pooled import PooledSparseAttention
 from shardwright.schemas.fusion import FusionDecision
 
 CACHES = ("cache", "past_key_values")
 """Arguments with which a family hands over its cache: decoding runs the module's own forward."""
+BY_MASK = "mask"
+"""Constant ``call`` of a module that is called with (hidden states, mask) and returns its output alone."""
+PADDED = 2
+"""Dimensions of a mask that hides padding: what is padded runs the module's own forward."""
 
 
 def fused_dsa(module: nn.Module, name: str, decision: FusionDecision) -> Callable[..., Any]:
     """The forward of a sparse attention that returns (output [B, S, hidden], ``None``[, indices [B, S, K]]).
 
+    One that pools keys returns three values, the last ``None`` where no later layer takes its choice. One that its
+    model calls with a mask alone returns the output alone.
+
     Raises:
         LegalityError: ``fusion-dsa`` where the plan does not name every part, or the module lacks one.
     """
-    layer = SparseAttention.of(module, name, decision)
+    layer = kind_of(decision).of(module, name, decision)
+    make = _by_mask if decision.constants.get("call") == BY_MASK else _by_positions
+    forward = make(module, name, layer)
+    forward.layer = layer  # type: ignore[attr-defined]
+    return forward
+
+
+def kind_of(decision: FusionDecision) -> type[SparseAttention]:
+    """What a decision installs."""
+    if decision.constants.get("form") == "dense":
+        return DenseLatentAttention
+    return PooledSparseAttention if "pool" in decision.constants else SparseAttention
+
+
+@dataclass
+class _MaskCheck:
+    """Compares a family's mask with the documents on the first call of each size."""
+
+    name: str
+    seen: set[tuple[int, int]] = field(default_factory=set)
+
+    def __call__(self, borders: Borders, mask: Tensor | None) -> None:
+        size = (borders.B, borders.S)
+        if type(mask) is Tensor and not mask.is_meta and size not in self.seen:
+            borders.require(mask, self.name)
+            self.seen.add(size)
+
+
+def _by_positions(module: nn.Module, name: str, layer: SparseAttention) -> Callable[..., Any]:
     original: Callable[..., Any] = module.forward
-    checked: set[tuple[int, int]] = set()
+    check = _MaskCheck(name)
+    three = layer.hands_on or isinstance(layer, PooledSparseAttention)
 
     def forward(
         hidden_states: Tensor,
@@ -52,12 +90,24 @@ def fused_dsa(module: nn.Module, name: str, decision: FusionDecision) -> Callabl
             )
             return found
         borders = Borders.of(hidden_states, position_ids)
-        readable = type(attention_mask) is Tensor and not attention_mask.is_meta
-        if attention_mask is not None and readable and (borders.B, borders.S) not in checked:
-            borders.require(attention_mask, name)
-            checked.add((borders.B, borders.S))
+        check(borders, attention_mask)
         y, indices = layer(hidden_states, position_embeddings, borders, prev_topk_indices)
-        return (y, None, indices) if layer.hands_on else (y, None)
+        return (y, None, indices) if three else (y, None)
 
-    forward.layer = layer  # type: ignore[attr-defined]
+    return forward
+
+
+def _by_mask(module: nn.Module, name: str, layer: SparseAttention) -> Callable[..., Any]:
+    original: Callable[..., Any] = module.forward
+    check = _MaskCheck(name)
+
+    def forward(x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        if attention_mask is not None and attention_mask.dim() == PADDED:
+            own: Tensor = original(x, attention_mask)
+            return own
+        borders = Borders.of_mask(x, attention_mask)
+        check(borders, attention_mask)
+        y, _ = layer(x, None, borders, None)
+        return y
+
     return forward

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwright.runtime.segments import active
 from shardwright.schemas.errors import LegalityError
 
 
@@ -21,15 +22,28 @@ class Borders:
     S: int
     first: Tensor
     """``[T]`` int64: first token of each token's document."""
+    ends: tuple[int, ...] | None = None
+    """0 and the end of every document, where the host knows them."""
 
     @classmethod
     def of(cls, hidden: Tensor, positions: Tensor | None) -> Borders:
+        """From positions ``[B, S]`` that start anew with every document; each row is one where there are none."""
         B, S = hidden.shape[:2]
         at = torch.arange(B * S, device=hidden.device)
         begins = at % S == 0
         if positions is not None:
             begins = begins | (positions.expand(B, S).reshape(-1) == 0)
-        return cls(B, S, torch.where(begins, at, 0).cummax(0).values)
+        return cls(B, S, torch.where(begins, at, 0).cummax(0).values, known_ends(B, S, one_each=positions is None))
+
+    @classmethod
+    def of_mask(cls, hidden: Tensor, mask: Tensor | None) -> Borders:
+        """From what each token sees ``[B, 1, S, S]``: its document begins with the first; ``None``: a row each."""
+        if mask is None:
+            return cls.of(hidden, None)
+        B, S = hidden.shape[:2]
+        first = mask[:, 0].to(torch.int8).argmax(-1).expand(B, S)
+        row = torch.arange(B, device=hidden.device)[:, None] * S
+        return cls(B, S, (first + row).reshape(-1), known_ends(B, S, one_each=False))
 
     @property
     def at(self) -> Tensor:
@@ -47,12 +61,16 @@ class Borders:
         return torch.stack((self.first, self.at + 1), 1).to(torch.int32)
 
     def require(self, mask: Tensor, name: str) -> None:
-        """Compare the family's mask ``[B, 1, S, S]`` with these documents.
+        """Compare the family's mask with these documents: ``[B, 1, S, S]``, or ``[B, S]`` of tokens that are there.
 
         Raises:
             LegalityError: ``fusion-dsa``.
         """
         B, S = self.B, self.S
+        if mask.dim() == 2:
+            if missing := int((mask == 0).sum()):
+                raise refused(name, f"{missing} of {mask.numel()} tokens are padding, and nothing keeps them apart")
+            return
         seen = (mask if mask.dtype == torch.bool else mask == 0).expand(B, -1, S, S)[:, 0]
         if not torch.equal(seen, self.seen()):
             count = int((seen != self.seen()).sum())
@@ -64,6 +82,14 @@ class Borders:
         first = (self.first.view(self.B, self.S) - row)[..., None]
         keys = torch.arange(self.S, device=self.first.device)
         return (keys <= keys[:, None]) & (keys >= first)
+
+
+def known_ends(B: int, S: int, *, one_each: bool) -> tuple[int, ...] | None:
+    """Ends of the documents of the rows that run now, as far as the host knows them without asking the device."""
+    bounds = active()
+    if bounds is not None and (len(bounds), bounds[0][-1]) == (B, S):
+        return (0, *(row * S + end for row, of_row in enumerate(bounds) for end in of_row[1:]))
+    return tuple(range(0, B * S + 1, S)) if one_each else None
 
 
 def refused(name: str, what: str) -> LegalityError:

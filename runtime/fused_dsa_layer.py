@@ -26,15 +26,25 @@ from shardwright.runtime.fused_dsa_borders import Borders, refused
 from shardwright.runtime.lora.linear import LoraLinear
 from shardwright.schemas.fusion import FusionDecision
 
+NO_ROPE = 64
+"""Width of the zeros that stand for rotated parts in a layer without: what the operator's fastest path takes."""
 PARTS = ("q_a", "q_norm", "q_b", "kv_a", "kv_norm", "o")
 INDEXER_PARTS = ("index_q", "index_k", "index_norm", "index_weights")
 SIZES = ("nope", "rope", "value", "scale", "layout", "top_k", "form")
+WITHOUT_INDEXER = ("shared", "dense")
+"""Forms of layers that take over a choice, or that attend to all."""
 NOT_ROTATED = "none"
 """Layout of a layer without rotation."""
+WAYS = "attention_ways"
+"""Where a module keeps the way of every length of rows that it ran: tokens → ``Choice``."""
+LOOKED_AT = "handed_choices_of"
+"""Where a module keeps the sizes (B, S) of which it has looked at a choice that was handed in."""
 LEARNER = "indexer_learner"
 """Where a module keeps what its indexer learns by (``runtime.fused_dsa_loss``)."""
 Halves = tuple[Tensor, ...]
 """cos and sin ``[T, R / 2]`` fp32."""
+Scored = tuple[Tensor, Tensor, Tensor]
+"""The indexer's q ``[T, J, D]``, k ``[T, D]`` and weights ``[T, J]``."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +87,17 @@ class SparseAttention:
     index_first: bool
     hands_on: bool
     shared: bool
+    """Without an indexer of its own."""
+    planned: str
+    """The decision's reason."""
 
     @classmethod
     def of(cls, module: nn.Module, name: str, decision: FusionDecision) -> SparseAttention:
         """Raises: LegalityError: ``fusion-dsa``."""
         c, roles = decision.constants, decision.roles
-        shared = c.get("form") == "shared"
-        wanted = [*PARTS, "kv_b_weight", *(() if shared else INDEXER_PARTS)]
-        numbers = [*SIZES, *(() if shared else ("index_scale", "index_layout", "index_first"))]
+        shared = c.get("form") in WITHOUT_INDEXER
+        wanted = [*PARTS, "kv_b_weight", *(() if shared else cls.indexer_parts())]
+        numbers = [*SIZES, *cls.further(), *(() if shared else ("index_scale", "index_layout", "index_first"))]
         missing = [role for role in wanted if not roles.get(role)] + [size for size in numbers if size not in c]
         if not missing:
             missing = [roles[role] for role in wanted if role != "kv_b_weight" and not _has(module, roles[role])]
@@ -105,7 +118,19 @@ class SparseAttention:
             index_first=bool(c.get("index_first", True)),
             hands_on=bool(c.get("hands_on", False)),
             shared=shared,
+            planned=decision.reason,
+            **{name: int(c[name]) for name in cls.further()},
         )
+
+    @classmethod
+    def indexer_parts(cls) -> tuple[str, ...]:
+        """Roles of a layer with an indexer of its own."""
+        return INDEXER_PARTS
+
+    @classmethod
+    def further(cls) -> tuple[str, ...]:
+        """Whole numbers of the plan that this kind of layer needs besides."""
+        return ()
 
     def part(self, role: str) -> Any:
         """The module, or parameter, of a role; looked up at each call, for adapters take a projection's place."""
@@ -124,22 +149,36 @@ class SparseAttention:
         made = replace(made, q_rope=q_rope, k_rope=k_rope)
         gate = self.part("gate")(x).flatten(0, 1).unflatten(1, (-1, self.value)) if "gate" in self.roles else None
         indices = None
-        if self.choice(borders.S).path == "dense":
+        choice = self.module.__dict__.setdefault(WAYS, {})[borders.S] = self.choice(borders.S)
+        if choice.path == "dense":
             o = self._dense(made, gate, borders)
         elif self.shared:
-            indices = self._taken_over(handed, borders)
-            o, _ = self._sparse(made, gate, indices, borders.bounds())
+            if handed is None:
+                raise refused(self.name, "a layer that shares its choice was handed none")
+            indices = self.taken_over(handed, borders)
+            o = self._over_handed(made, gate, indices, borders)
         else:
-            learner = self.learner
-            with torch.set_grad_enabled(learner is not None and torch.is_grad_enabled()):
-                q, k, weights = self.index_values(x.detach(), made.q_latent.detach())
-                q, k = rotated_parts(q, k, halves, self.index_layout)
-            indices = self._chosen(q, k, weights, borders)
+            indices, scored = self.chosen(x, made.q_latent, halves, borders)
             o, lse = self._sparse(made, gate, indices, None)
-            if learner is not None and torch.is_grad_enabled():
-                o = learner.attach(o, self._loss((q, k, weights), made, lse, indices))
+            learner = self.learner
+            if learner is not None and scored is not None:
+                o = learner.attach(o, self._loss(scored, made, lse, indices))
         y = self.part("o")(o.reshape(borders.B, borders.S, -1))
-        return y, _handed_on(indices, borders) if self.hands_on else None
+        return y, self.handed_on(indices, borders) if self.hands_on else None
+
+    def _over_handed(self, made: Projected, gate: Tensor | None, indices: Tensor, borders: Borders) -> Tensor:
+        """A choice of another layer, looked at on the first call of each size.
+
+        A family may hand on what a query may not see, for its mask hides that; what is left must be each key once.
+        """
+        bounds, size = borders.bounds(), (borders.B, borders.S)
+        looked_at: set[tuple[int, int]] = self.module.__dict__.setdefault(LOOKED_AT, set())
+        new = size not in looked_at
+        if new:
+            hidden = (indices >= 0) & ((indices < bounds[:, :1]) | (indices >= bounds[:, 1:]))
+            indices = indices.masked_fill(hidden, -1)
+            looked_at.add(size)
+        return self._sparse(made, gate, indices, bounds, check=new)[0]
 
     def projected(self, x: Tensor, borders: Borders) -> Projected:
         """What the projections make of hidden states, not rotated."""
@@ -158,21 +197,25 @@ class SparseAttention:
         return found
 
     def _sparse(
-        self, made: Projected, gate: Tensor | None, indices: Tensor, bounds: Tensor | None
+        self, made: Projected, gate: Tensor | None, indices: Tensor, bounds: Tensor | None, *, check: bool = False
     ) -> tuple[Tensor, Tensor]:
         sinks = self.part("sinks").to(made.q_nope.dtype) if "sinks" in self.roles else None
+        q_rope, k_rope = made.q_rope, made.k_rope
+        if not self.rope:
+            q_rope = made.q_nope.new_zeros(NO_ROPE).expand(*made.q_nope.shape[:2], -1)
+            k_rope = made.latent.new_zeros(made.latent.shape[0], NO_ROPE)
         found: tuple[Tensor, Tensor] = OPERATORS["dsa"].load_op()(
             made.q_nope,
-            made.q_rope,
+            q_rope,
             made.latent,
-            made.k_rope,
+            k_rope,
             self._up(made.q_nope.shape[1]),
             indices,
             gate,
             sinks,
             scale=self.scale,
             bounds=bounds,
-            check_indices=False,
+            check_indices=check,
         )
         return found
 
@@ -182,7 +225,7 @@ class SparseAttention:
         absorbed = self._up(made.q_nope.shape[1]).absorb(made.q_nope)
         return torch.cat((absorbed, made.q_rope), -1), torch.cat((made.latent, made.k_rope), -1)[:, None]
 
-    def _loss(self, scored: tuple[Tensor, Tensor, Tensor], made: Projected, lse: Tensor, indices: Tensor) -> Tensor:
+    def _loss(self, scored: Scored, made: Projected, lse: Tensor, indices: Tensor) -> Tensor:
         """KL of the attention from the indexer's scores, over the keys that were selected; mean over tokens."""
         settings = {"attention_scale": self.scale, "scale": self.index_scale}
         loss: Tensor = OPERATORS["dsa_kl"].load_op()(*scored, *self._main(made), lse, indices, **settings)
@@ -190,23 +233,33 @@ class SparseAttention:
 
     def choice(self, tokens: int) -> Choice:
         """Dense or sparse for rows of so many tokens, and why; sinks are known to the sparse operator alone."""
+        return self.choice_of(tokens, self.top_k)
+
+    def choice_of(self, tokens: int, selected: int) -> Choice:
+        """The same where a query selects all of so many tokens."""
         if "sinks" in self.roles:
             return Choice("sparse", "libraries of dense attention take no sinks")
         if self.learner is not None:
             return Choice("sparse", "the indexer learns from the sparse attention")
         device = self.part("o").weight.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        return choose(tokens, self.top_k, name, training=True)
+        return choose(tokens, selected, name, training=True)
 
     def _dense(self, made: Projected, gate: Tensor | None, borders: Borders) -> Tensor:
-        """``[T, H, V]`` of all keys that a query may see, by torch's own attention under the documents' mask."""
+        """``[T, H, V]`` of all keys that a query may see: the operator's dense door, document by document where their
+        ends are known here, else torch's own attention under the documents' mask."""
         from shardwright.kernels.dsa.dense import sigmoid_gate
 
-        heads = made.q_nope.shape[1]
-        k_nope, v = self._up(heads).expand(made.latent)
+        up, heads = self._up(made.q_nope.shape[1]), made.q_nope.shape[1]
+        if borders.ends is not None:
+            parts = (made.q_nope, made.q_rope, made.latent, made.k_rope, up)
+            door = OPERATORS["dsa"].load_op()
+            attended: Tensor = door(*parts, None, gate, scale=self.scale, cu_seqlens=borders.ends)[0]
+            return attended
+        k_nope, v = up.expand(made.latent)
         rotated = made.k_rope[:, None].expand(-1, heads, -1)
-        parts = (torch.cat((made.q_nope, made.q_rope), -1), torch.cat((k_nope, rotated), -1), v)
-        q, k, v = (part.unflatten(0, (borders.B, borders.S)).transpose(1, 2) for part in parts)
+        q, k = torch.cat((made.q_nope, made.q_rope), -1), torch.cat((k_nope, rotated), -1)
+        q, k, v = (part.unflatten(0, (borders.B, borders.S)).transpose(1, 2) for part in (q, k, v))
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=borders.seen()[:, None], scale=self.scale)
         o = o.transpose(1, 2).flatten(0, 1)
         return o if gate is None else sigmoid_gate(o.contiguous(), gate)
@@ -219,20 +272,26 @@ class SparseAttention:
             adapter = Adapter(linear.lora_a, linear.lora_b, linear.scaling)
         return UpProjection(linear.weight, heads, self.nope, self.value, adapter)
 
-    @torch.no_grad()
-    def _chosen(self, q: Tensor, k: Tensor, weights: Tensor, borders: Borders) -> Tensor:
-        """``[T, K]`` of the module's own indexer."""
-        found: Tensor = OPERATORS["dsa_indexer"].load_op()(
-            q,
-            k,
-            weights,
-            top_k=min(self.top_k, borders.S),
-            scale=self.index_scale,
-            cu_seqlens=borders.cu_seqlens(),
-        )
-        return found
+    def chosen(
+        self, x: Tensor, q_latent: Tensor, halves: Halves | None, borders: Borders
+    ) -> tuple[Tensor, Scored | None]:
+        """``[T, K]`` of the module's own indexer, and what it scored where it learns by that."""
+        learns = self.learner is not None and torch.is_grad_enabled()
+        with torch.set_grad_enabled(learns):
+            q, k, weights = self.index_values(x.detach(), q_latent.detach())
+            q, k = rotated_parts(q, k, halves, self.index_layout)
+        with torch.no_grad():
+            found: Tensor = OPERATORS["dsa_indexer"].load_op()(
+                q,
+                k,
+                weights,
+                top_k=min(self.top_k, borders.S),
+                scale=self.index_scale,
+                cu_seqlens=borders.cu_seqlens(),
+            )
+        return found, (q, k, weights) if learns else None
 
-    def index_values(self, x: Tensor, q_latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def index_values(self, x: Tensor, q_latent: Tensor) -> Scored:
         """The indexer's q ``[T, J, D]``, k ``[T, D]`` and weights ``[T, J]``, rotated dims first, not rotated."""
         norm, weigh = self.part("index_norm"), self.part("index_weights")
         k = norm(self.part("index_k")(x).to(norm.weight.dtype)).to(x.dtype).flatten(0, 1)
@@ -242,10 +301,8 @@ class SparseAttention:
             q, k = (x.roll(self.rope, -1) for x in (q, k))
         return q.contiguous(), k.contiguous(), weights.contiguous()
 
-    def _taken_over(self, handed: Tensor | None, borders: Borders) -> Tensor:
+    def taken_over(self, handed: Tensor, borders: Borders) -> Tensor:
         """The choice of an earlier layer as rows of the packed sequence: a query's own key counts once."""
-        if handed is None:
-            raise refused(self.name, "a layer that shares its choice was handed none")
         flat = handed.reshape(borders.B * borders.S, -1)
         own = (borders.at % borders.S)[:, None]
         again = torch.zeros_like(flat, dtype=torch.bool)
@@ -253,16 +310,15 @@ class SparseAttention:
         row = (borders.at // borders.S * borders.S)[:, None]
         return torch.where(again | (flat < 0), -1, flat + row).to(torch.int32)
 
-
-def _handed_on(indices: Tensor | None, borders: Borders) -> Tensor:
-    """Rows of the packed sequence → keys of each row, the query's own where there is none; all keys where none was
-    left out."""
-    if indices is None:
-        every = torch.arange(borders.S, device=borders.first.device, dtype=torch.int32)
-        return every.expand(borders.B, borders.S, -1)
-    row = (borders.at // borders.S * borders.S)[:, None]
-    own = borders.at[:, None]
-    return (torch.where(indices < 0, own, indices) - row).to(torch.int32).view(borders.B, borders.S, -1)
+    def handed_on(self, indices: Tensor | None, borders: Borders) -> Tensor:
+        """Rows of the packed sequence → keys of each row, the query's own where there is none; all keys where none
+        was left out."""
+        if indices is None:
+            every = torch.arange(borders.S, device=borders.first.device, dtype=torch.int32)
+            return every.expand(borders.B, borders.S, -1)
+        row = (borders.at // borders.S * borders.S)[:, None]
+        own = borders.at[:, None]
+        return (torch.where(indices < 0, own, indices) - row).to(torch.int32).view(borders.B, borders.S, -1)
 
 
 def rotated_parts(q: Tensor, k: Tensor, halves: Halves | None, layout: str) -> tuple[Tensor, Tensor]:
@@ -285,3 +341,11 @@ def _has(module: nn.Module, path: str) -> bool:
     for step in path.split("."):
         found = getattr(found, step, None)
     return found is not None
+
+
+@dataclass(frozen=True)
+class DenseLatentAttention(SparseAttention):
+    """A layer that selects nothing: a library's attention, and our gate."""
+
+    def choice(self, tokens: int) -> Choice:
+        return Choice("dense", "the layer has no indexer: it attends to all keys")

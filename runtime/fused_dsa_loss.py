@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shardwright.runtime.experts.balance import LoadMeter
 from shardwright.runtime.fused_dsa_borders import Borders
 from shardwright.runtime.fused_dsa_layer import LEARNER, NOT_ROTATED, SparseAttention, half_table
+from shardwright.runtime.fused_dsa_pooled import PooledSparseAttention
 from shardwright.runtime.lora.inject import is_adapter
 from shardwright.schemas.errors import LegalityError, RecipeError
 from shardwright.schemas.plan import AdaptationPlan
@@ -79,13 +80,21 @@ def indexer_loss_for(plan: AdaptationPlan, model: nn.Module, meter: LoadMeter) -
     """The loss on the live model; ``None`` where the recipe has none.
 
     Raises:
-        LegalityError: ``indexer-loss-unfused`` where an indexer is not run by the operator.
+        LegalityError: ``indexer-loss-unfused`` where an indexer is not run by the operator, ``indexer-loss-pooled``
+            where one scores pools of keys.
         RecipeError: ``indexer-loss-frozen`` where no adapter lies on any indexer.
     """
     recipe = plan.decision.recipe
     if not float(recipe.indexer.loss):
         return None
     layers = tuple(layer for layer in fused_layers(model) if not layer.shared)
+    if pooled := [layer.name for layer in layers if isinstance(layer, PooledSparseAttention)]:
+        raise LegalityError(
+            "indexer-loss-pooled",
+            f"the loss is one over keys; {len(pooled)} indexers score pools of keys, first {pooled[0]}",
+            where="recipe.indexer.loss",
+            next_action="set the coefficient to 0: these indexers stay frozen",
+        )
     indexers = {name.rpartition(".")[0] for name, _ in model.named_modules() if name.endswith(".indexer")}
     if left := sorted(indexers - {layer.name for layer in layers}):
         raise LegalityError(

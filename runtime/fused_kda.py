@@ -8,7 +8,7 @@ Legend: B batch, S tokens, H heads, D head width, C channels (3 · H · D), J ta
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwright.kernels.registry import OPERATORS
+from shardwright.runtime.fused_delta_layer import flat_bounds, fused_delta_layer
 from shardwright.runtime.fused_delta_rule import CACHES, fused_delta_rule
 from shardwright.runtime.segments import Bounds, active
 from shardwright.schemas.errors import LegalityError
@@ -27,11 +28,15 @@ CHILDREN = ("q_proj", "k_proj", "v_proj", "conv1d", "forget_gate", "b_proj", "g_
 def fused_kda(module: nn.Module, name: str, decision: FusionDecision) -> Callable[..., Tensor]:
     """The forward of a KDA layer [B, S, hidden] → [B, S, hidden].
 
-    A plan that names a ``rule`` proves the recurrence alone, and exchanges it alone (``fused_delta_rule``).
+    A plan that names ``operators`` proves the whole layer (``fused_delta_layer``); one that names a ``rule`` alone
+    proves the recurrence, and exchanges it alone (``fused_delta_rule``).
 
     Raises:
         LegalityError: ``fusion-kda`` where the module is not of that family; ``fusion-delta-rule``.
+        StalePlanError: ``kernel-source``.
     """
+    if "operators" in decision.constants:
+        return fused_delta_layer(module, name, decision)
     if "rule" in decision.constants:
         return fused_delta_rule(module, name, decision)
     missing = [child for child in CHILDREN if not hasattr(module, child)]
@@ -74,12 +79,6 @@ def fused_kda(module: nn.Module, name: str, decision: FusionDecision) -> Callabl
         return result
 
     return forward
-
-
-def flat_bounds(bounds: Bounds) -> tuple[int, ...]:
-    """Bounds of all rows' documents, one row after another."""
-    sizes = [stop - start for row in bounds for start, stop in pairwise(row)]
-    return (0, *accumulate(sizes))
 
 
 def short_convolution(x: Tensor, weight: Tensor, bounds: Bounds | None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwright.kernels.registry import OPERATORS
-from shardwright.runtime.routing import Choices, active
+from shardwright.runtime.routing import active
 from shardwright.schemas.errors import LegalityError
 from shardwright.schemas.fusion import FusionDecision
 
@@ -73,7 +73,9 @@ def fused_router(module: nn.Module, name: str, decision: FusionDecision) -> Call
             routing = op(logits, picks, **settings)
             weights, experts = routing.weights, routing.experts
         else:
-            experts = _chosen(choices, lambda: op(logits.detach(), picks, **settings).experts)
+            with torch.no_grad():
+                size = (*logits.shape, settings["k"])
+                experts = choices.take(size, lambda: op(logits.detach(), picks, **settings).experts)
             weights = weights_of(logits, experts, settings["scoring"], settings["renormalise"], settings["scale"])
         return logits, weights if wide_weights else weights.to(logits.dtype), experts
 
@@ -89,13 +91,6 @@ def _tensor(module: nn.Module, role: str) -> Any:
 
 def _refused(what: str, name: str) -> LegalityError:
     return LegalityError("fusion-router", what, where=name, next_action="reject this proposal")
-
-
-def _chosen(choices: Choices, choose: Callable[[], Tensor]) -> Tensor:
-    if not choices.replay:
-        with torch.no_grad():
-            choices.made.append(choose())
-    return choices.next()
 
 
 def weights_of(logits: Tensor, experts: Tensor, scoring: str, renormalise: bool, scale: float) -> Tensor:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from shardwright.runtime.batch import IGNORE, MicroBatch, as_batch
 from shardwright.runtime.images import seen_images
+from shardwright.runtime.masks import masks_by_kind
 from shardwright.runtime.segments import bounds_of, recurrent_layers, segments
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ def logits_of(model: nn.Module, ids: Tensor, positions: Tensor | None = None, im
         return output.logits
     bounds = bounds_of(positions) if recurrent_layers(model) else None
     with segments(bounds):
-        output = model(input_ids=ids, use_cache=False, position_ids=positions, **seen)
+        output = model(
+            input_ids=ids, use_cache=False, position_ids=positions, **masks_by_kind(model, positions), **seen
+        )
     return output.logits
 
 

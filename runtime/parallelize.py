@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor import Shard
 
 from shardwright.checkpoints.components import component_of
 from shardwright.runtime.experts.module import LoraExperts
+from shardwright.runtime.experts.packed import cut_dims
 from shardwright.runtime.mesh import Ranks
 from shardwright.schemas.errors import LegalityError
 from shardwright.schemas.recipe import PrecisionSpec
@@ -55,6 +57,12 @@ def shard(
     expert's gradient, which all ranks of its EP group reach through the dispatch, would come out ep times too large
     beside the dense ones.
 
+    A unit with packed stacks is gathered in the formats that it is stored in: FSDP would cast codes as numbers. Where
+    stacks are whole on their rank anyway, packed ones are left out, for a group of one would still copy them.
+
+    Side tensors that stay fp32 beside a bf16 base (``checkpoints/precision.py``) are whole on every rank: a gather
+    would cast them.
+
     Args:
         domain: neighbouring ranks that reach each other without a network card, for a plan that reshards inside it.
 
@@ -71,7 +79,7 @@ def shard(
     )
     of_dense, of_experts = reshard_ranks(strategy, domain)
     layers = list(decoder_layers(model).values())
-    whole: set[nn.Parameter] = set()
+    whole = kept_whole(model, precision)
     units: list[list[FSDPModule]] = []
     for layer in layers:
         inner = [module for module in layer.modules() if isinstance(module, LoraExperts)]
@@ -79,13 +87,14 @@ def shard(
             if expert_mesh is None:
                 whole.update(experts.parameters())
             else:
-                place = partial(expert_placement, shards=ranks.sizes.shard)
+                packed = cut_dims(experts, ranks.sizes.shard)
                 fully_shard(
                     experts,
                     mesh=expert_mesh,
-                    shard_placement_fn=place,
+                    shard_placement_fn=partial(expert_placement, shards=ranks.sizes.shard, packed=packed),
                     reshard_after_forward=of_experts,
-                    mp_policy=policy,
+                    mp_policy=replace(policy, param_dtype=None) if packed else policy,
+                    ignored_params=set(packed) if ranks.sizes.shard == 1 else None,
                 )
         fully_shard(layer, mesh=dense, ignored_params=whole, reshard_after_forward=of_dense, mp_policy=policy)
         units.append([layer, *(inner if expert_mesh is not None else [])])  # type: ignore[list-item]
@@ -95,6 +104,14 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     _prefetch(units, strategy.prefetch_depth)
+
+
+def kept_whole(model: nn.Module, precision: PrecisionSpec) -> set[nn.Parameter]:
+    """Frozen parameters outside expert stacks that are wider than the base."""
+    stacks = {value for module in model.modules() if isinstance(module, LoraExperts) for value in module.parameters()}
+    base = DTYPES[precision.base].itemsize
+    frozen = (value for value in model.parameters() if not value.requires_grad and value not in stacks)
+    return {value for value in frozen if value.is_floating_point() and value.dtype.itemsize > base}
 
 
 def reshard_ranks(strategy: ParallelStrategy, domain: int) -> tuple[bool | int, bool | int]:
@@ -120,8 +137,13 @@ def reshard_ranks(strategy: ParallelStrategy, domain: int) -> tuple[bool | int, 
     return domain, domain // ep if domain > ep else False
 
 
-def expert_placement(parameter: nn.Parameter, shards: int) -> Shard:
-    """The dim on which FSDP cuts a local stack [L, …]: experts while each rank gets one, else a dim that divides."""
+def expert_placement(parameter: nn.Parameter, shards: int, packed: dict[nn.Parameter, int]) -> Shard:
+    """The dim on which FSDP cuts a local stack [L, …]: experts while each rank gets one, else a dim that divides.
+
+    A packed stack's dims are given: values and scales are cut at the same places.
+    """
+    if parameter in packed:
+        return Shard(packed[parameter])
     if parameter.shape[0] >= shards:
         return Shard(0)
     return Shard(next((dim for dim in (1, 2) if dim < parameter.dim() and parameter.shape[dim] % shards == 0), 0))

@@ -45,10 +45,9 @@ def load_plain(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[
             owner = model.get_submodule(name.rpartition(".")[0])
             leaf = name.rpartition(".")[2]
             value = read_base(reader, files.names, name, shape)
-            if name in parameters:
-                owner._parameters[leaf] = nn.Parameter(value.to(device, dtype), requires_grad=False)
-            else:
-                owner._buffers[leaf] = value.to(device, owner._buffers[leaf].dtype)  # type: ignore[union-attr]
+            held: dict[str, Any] = owner._parameters if name in parameters else owner._buffers
+            value = value.to(device, held[leaf].dtype)
+            held[leaf] = nn.Parameter(value, requires_grad=False) if name in parameters else value
     for alias, name in tied.items():
         owner, source = (model.get_submodule(one.rpartition(".")[0]) for one in (alias, name))
         owner._parameters[alias.rpartition(".")[2]] = source._parameters[name.rpartition(".")[2]]

@@ -1,8 +1,8 @@
 """Where the documents of the rows that run now begin and end, for layers that carry a state along a row.
 
-Attention keeps documents apart by masks that transformers builds from positions. A recurrent layer would carry its
-state, and its convolution its last inputs, across a border. Inside :func:`segments_of` such a layer runs every document
-by itself. A recomputation under activation checkpointing takes the documents of its forward.
+Attention keeps documents apart by masks that are built from positions. A recurrent layer would carry its state, and a
+convolution its last inputs, across a border. Inside :func:`segments` such a layer runs every document by itself. A
+recomputation under activation checkpointing takes the documents of its forward.
 Legend: B rows, S tokens a row, H hidden.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,8 +20,19 @@ from torch import Tensor, nn
 Bounds = tuple[tuple[int, ...], ...]
 """For each row: 0, every later place where a document begins, S."""
 
-RECURRENT = frozenset({"KimiLinearDeltaAttention", "DeltaAttention"})
-"""Classes of layers that carry a state along a row and return [B, S, H]."""
+RECURRENT = frozenset(
+    {
+        *("KimiLinearDeltaAttention", "DeltaAttention", "BailingHybridDeltaAttention"),
+        *("Qwen3NextGatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen4ExpTextGatedDeltaNet", "LaraMiniGatedDeltaNet"),
+        *("NemotronHMamba2Mixer", "GraniteMoeHybridMambaLayer", "JambaMambaMixer"),
+        *("MiniMaxLightningAttention", "Lfm2MoeShortConv", "InklingShortConvolution"),
+        *("Glm5NextTextLinearAttention", "Glm5NextTextAttention"),
+        *("Inkling2ShortConvolution", "Inkling2DynamicShortConvolution"),
+        *("Inkling2LoopShortConvolution", "Inkling2LoopDynamicShortConvolution", "ZayaCCAProjection"),
+    }
+)
+"""Classes of layers that carry a state, or a convolution's last inputs, along a row [B, S, H]; and one whose attention
+looks at no positions and counts its pools of keys from the row's first token."""
 
 _active: list[Bounds | None] = [None]
 
@@ -59,18 +71,43 @@ def keep_apart(model: nn.Module) -> None:
         module.forward = by_document(module.forward)
 
 
-def by_document(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A layer's forward that meets no document's end but its own input's."""
+def by_document(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward that meets no document's end but its own input's.
 
-    def apart(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    What has a value for every token, [B, S, ...], is cut and joined with the input; a state that a layer returns beside
+    its output belongs to one document and is ``None`` here.
+    """
+
+    def apart(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         bounds = active()
         if bounds is None:
             return forward(hidden_states, *args, **kwargs)
+        size = hidden_states.shape[:2]
+        pieces: list[Any] = []
         with segments(None):
-            rows = [
-                torch.cat([forward(row[:, start:stop], *args, **kwargs) for start, stop in pairwise(of_row)], dim=1)
-                for row, of_row in zip(hidden_states.split(1), bounds, strict=True)
-            ]
-        return torch.cat(rows)
+            for row, of_row in enumerate(bounds):
+                for start, stop in pairwise(of_row):
+                    cut = partial(_cut, size, slice(row, row + 1), slice(start, stop))
+                    named = {name: cut(value) for name, value in kwargs.items()}
+                    pieces.append(forward(cut(hidden_states), *map(cut, args), **named))
+        if not isinstance(pieces[0], tuple):
+            return _joined(pieces, bounds)
+        return tuple(_joined(list(column), bounds) for column in zip(*pieces, strict=True))
 
     return apart
+
+
+def _cut(size: torch.Size, row: slice, part: slice, value: Any) -> Any:
+    """One document's part of a tensor that has a value for every token; anything else as it is."""
+    return value[row, part] if isinstance(value, Tensor) and value.shape[:2] == size else value
+
+
+def _joined(pieces: list[Any], bounds: Bounds) -> Tensor | None:
+    """[1, s, ...] of each document → [B, S, ...]; ``None`` for what has no value for every token."""
+    sizes = [[stop - start for start, stop in pairwise(of_row)] for of_row in bounds]
+    flat = [size for row in sizes for size in row]
+    whole = [isinstance(one, Tensor) and one.shape[:2] == (1, size) for one, size in zip(pieces, flat, strict=True)]
+    if not all(whole):
+        return None
+    left = iter(pieces)
+    return torch.cat([torch.cat([next(left) for _ in row], dim=1) for row in sizes])

@@ -67,10 +67,6 @@ def build_on(
     recipe, strategy = decision.recipe, decision.strategy
     model, files = open_files(checkpoint, DTYPES[recipe.precision.base])
     meter = LoadMeter()
-    stacks = {
-        name: tuple(f"{name}.{stack}" for stack, value in module.named_parameters(recurse=False) if value.dim() == 3)
-        for name, module in find_experts(model).items()
-    }
     inject(
         model,
         decision.lora_targets,
@@ -79,10 +75,11 @@ def build_on(
         meter=meter,
         dropout=float(recipe.lora.dropout),
         dtype=DTYPES[recipe.precision.adapter],
-        packed=packed_experts_of(files.names, stacks, strategy.base_format, strategy.mesh.shard),
+        packed=packed_experts_of(files.names, stacks_of(model), strategy.base_format),
         chunks=strategy.overlap_chunks,
         nodes=_nodes(plan, ranks),
         slots=slots_of(strategy),
+        padding=strategy.expert_padding_tokens,
     )
     require_one_trainable_dtype(decoder_layers(model), model)
     keep_apart(model)
@@ -92,6 +89,14 @@ def build_on(
     checkpoint_layers(recomputed(list(decoder_layers(model).values()), strategy), meter)
     shard(model, strategy, recipe.precision, ranks, decision.cluster.domain_devices)
     return model, files, meter, switches
+
+
+def stacks_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Experts module → full names of its stacks, before anything is injected."""
+    return {
+        name: tuple(f"{name}.{stack}" for stack, value in module.named_parameters(recurse=False) if value.dim() == 3)
+        for name, module in find_experts(model).items()
+    }
 
 
 def _nodes(plan: AdaptationPlan, ranks: Ranks) -> Nodes | None:

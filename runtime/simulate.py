@@ -25,10 +25,13 @@ from shardwright.runtime.device import Device
 from shardwright.runtime.experts import module as expert_module
 from shardwright.runtime.experts.balance import LoadMeter
 from shardwright.runtime.experts.dispatch import Route
+from shardwright.runtime.experts.packed import Packing, packed_experts_of
+from shardwright.runtime.files import open_files
 from shardwright.runtime.lora.inject import inject
 from shardwright.runtime.losses import summed_loss
 from shardwright.runtime.mesh import open_mesh
 from shardwright.runtime.parallelize import DTYPES, decoder_layers, shard
+from shardwright.runtime.session import stacks_of
 from shardwright.schemas.errors import ClusterError
 from shardwright.schemas.lora import LoraTarget
 from shardwright.schemas.recipe import Recipe
@@ -67,7 +70,7 @@ def simulate(
     """One micro-batch of rank 0 of ``strategy.mesh.world_size`` ranks.
 
     Args:
-        checkpoint: only its config.json is read.
+        checkpoint: its config.json is read, and its headers where the plan keeps experts packed.
         layers: keep only the first so many layers (targets beyond them are left out).
         prepare: changes the adapted model before it is checkpointed and sharded: operators that know fake tensors.
 
@@ -102,7 +105,7 @@ def _sharded(
 ) -> nn.Module:
     device = Device("cpu", torch.device("cpu"), "fake")
     ranks = open_mesh(strategy.mesh, device)
-    model = build_on_meta(checkpoint, DTYPES[recipe.precision.base])
+    model, packed = _on_meta(checkpoint, DTYPES[recipe.precision.base], strategy.base_format)
     if layers is not None:
         for name, _ in list(decoder_layers(model).items())[layers:][::-1]:
             parent, _, index = name.rpartition(".")
@@ -111,14 +114,21 @@ def _sharded(
     chosen = tuple(target for target in targets if target.parameter in present)
     meter = LoadMeter()
     family = str(model.config.model_type)  # type: ignore[union-attr]
-    inject(
-        model, chosen, model_type=family, ranks=ranks, meter=meter, dropout=0.0, dtype=DTYPES[recipe.precision.adapter]
-    )
+    adapter = DTYPES[recipe.precision.adapter]
+    inject(model, chosen, model_type=family, ranks=ranks, meter=meter, dropout=0.0, dtype=adapter, packed=packed)
     if prepare is not None:
         prepare(model)
     checkpoint_layers(recomputed(list(decoder_layers(model).values()), strategy), meter)
     shard(model, strategy, recipe.precision, ranks)
     return model
+
+
+def _on_meta(checkpoint: Path, dtype: torch.dtype, base_format: str) -> tuple[nn.Module, dict[str, Packing]]:
+    """The model, and its experts modules that stay packed."""
+    if base_format == "compute":
+        return build_on_meta(checkpoint, dtype), {}
+    model, files = open_files(checkpoint, dtype)
+    return model, packed_experts_of(files.names, stacks_of(model), base_format)
 
 
 def _tracked(model: nn.Module, recipe: Recipe, strategy: ParallelStrategy) -> Simulated:

@@ -25,6 +25,7 @@ from shardwright.runtime.early_stop import EarlyStop
 from shardwright.runtime.evaluate import evaluate
 from shardwright.runtime.experts.balance import max_over_mean
 from shardwright.runtime.fused_dsa_loss import indexer_loss_for
+from shardwright.runtime.late_faults import raise_late_faults
 from shardwright.runtime.lora.linear import LoraLinear
 from shardwright.runtime.losses import summed_loss
 from shardwright.runtime.mesh import Ranks
@@ -88,6 +89,7 @@ class Trainer:
 
         Raises:
             CheckFailed: ``no-gradient``, ``loss-not-finite``.
+            KernelError: what a kernel found in its data (``late_faults``).
             RunError: ``out-of-memory``.
         """
         self.optimizer.clear()
@@ -105,6 +107,7 @@ class Trainer:
         loads = self.live.meter.finish_step()
         sum_copies(self.live.adapters, self.ranks)
         norm = self.optimizer.global_norm(self.optimizer.gradients())
+        raise_late_faults()
         if not np.isfinite(float(total)) or not np.isfinite(norm):
             raise CheckFailed(
                 "loss-not-finite",

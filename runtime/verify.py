@@ -103,6 +103,8 @@ def _kernels(decision: Decision) -> Iterator[str]:
         if fusion.source_sha256 is not None and not fusion.rejected:
             found = source_sha256(fusion.op)
             yield from _differ(f"decision.fusions[{place}].source_sha256 ({fusion.op})", fusion.source_sha256, found)
+            for op, planned in fusion.beside.items():
+                yield from _differ(f"decision.fusions[{place}].beside ({op})", planned, source_sha256(op))
 
 
 def _devices(decision: Decision) -> Iterator[str]:

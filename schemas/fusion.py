@@ -93,6 +93,12 @@ class Variant(Model):
     gain: Gain | None = None
     available: bool
     unavailable_because: str = ""
+    rival: bool = added(False)
+    """A library's way that workers cannot install: ranked to compare, never chosen."""
+    unranked_because: str = added("")
+    """Why there is no time; empty where there is a gain."""
+    way: str = added("")
+    """What it does at the recipe's sizes and why, where it has several ways; empty where it has one."""
 
 
 class Region(Model):
@@ -149,6 +155,8 @@ class FusionDecision(Model):
     """Reals as decimal text."""
     source_sha256: Sha256 | None = None
     """Hash of the operator's source files; ``None`` for eager."""
+    beside: dict[Identifier, Sha256] = added({})
+    """Further operators that the region runs, each with the hash of its source files."""
     rejected: bool = False
     reason: str = ""
     tolerance: DecimalText = "0"

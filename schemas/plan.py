@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import JsonValue, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 
 from shardwright.schemas.base import SCHEMA_VERSION, CountInt, Identifier, Model, NonNegative, Sha256, added
 from shardwright.schemas.canonical import pretty_bytes, sha256_of
@@ -121,6 +121,10 @@ class Provenance(Model):
     graph_digest: Sha256
 
 
+Millionths = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]*)(,(0|[1-9][0-9]*))*$")]
+"""Shares of a whole as ``812000,40000,148000``: one line of a plan for one layer."""
+
+
 class Evidence(Model):
     """Why the decision is what it is."""
 
@@ -132,6 +136,9 @@ class Evidence(Model):
     search: SearchRecord
     provenance: Provenance
     explanation: tuple[str, ...] = ()
+    expert_loads: tuple[Millionths, ...] = added(())
+    """For each MoE layer, in the model's order, the share of rows that each expert got; where the plan was made with a
+    load profile. An edit places experts by them."""
 
 
 class PlanHashes(Model):

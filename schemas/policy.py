@@ -73,8 +73,8 @@ class Policy(Model):
     """Axis → values it may take (``ep: [1, 2]``, ``checkpointing: [full]``); axes that are left out are free."""
     allow_licences: tuple[str, ...] | None = None
     """Licences the checkpoint may state (``apache-2.0``); a checkpoint that states none is denied."""
-    allow_remote_code: bool = True
-    """Whether a model that the installed transformers cannot build without the checkpoint's own code may be planned."""
+    allow_remote_code: bool = False
+    """Whether a plan that runs the checkpoint's own code may be approved; the command names that code by its hash."""
     allow_written_kernels: bool = added(False)
     """Whether ``kernels write`` may let a language model write a kernel for a region; no plan uses one unread."""
     require_measured: tuple[Literal["gains", "memory", "time"], ...] = ()

@@ -60,6 +60,8 @@ class ParameterCounts(Model):
     """Values in the files that are not weights (router biases of the bias-update kind, pads)."""
     active: ActiveCounts
     by_component: dict[Component, CountInt]
+    kept_float32: CountInt = added(0)
+    """Weights that files and the model's class keep in fp32 whatever the base runs in."""
 
 
 class Packing(Model):

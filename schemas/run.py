@@ -61,6 +61,20 @@ class ExpertLoad(Model):
     tokens: tuple[CountInt, ...]
 
 
+class WayTaken(Model):
+    """Which way an operator with several ran the rows of one length, and why."""
+
+    op: str
+    path: str
+    """``dense`` or ``sparse``."""
+    row_tokens: CountInt
+    modules: tuple[str, ...]
+    reason: str
+    """What decided while it ran."""
+    planned: str
+    """The decision's reason, which the plan was approved with."""
+
+
 class AdapterFacts(Model):
     """The exported adapter."""
 
@@ -119,6 +133,8 @@ class RunRecord(Model):
     resumed_from_steps: tuple[CountInt, ...] = ()
     stopped_at_step: CountInt | None = added(None)
     """Where the recipe's early stop ended the run before its last step."""
+    ways: tuple[WayTaken, ...] = added(())
+    """Of operators with several ways, which ran: sparse attention over all keys or over selected ones."""
     exports: tuple[ExportFacts, ...] = ()
     preflight: tuple[PreflightResult, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -68,7 +68,8 @@ class ParallelStrategy(Model):
     expert_padding_tokens: PositiveInt = 1
     """Rows of each local expert are padded to a multiple of this; 1 = no padding."""
     overlap: Literal["none", "chunked", "shared"] = "none"
-    """What runs while routed rows travel: nothing, another piece's experts, or the layer's shared expert."""
+    """What runs while routed rows travel: nothing, another piece's experts, or the layer's shared expert; with
+    ``shared`` and ``overlap_chunks`` above 1 both do."""
     overlap_chunks: PositiveInt = added(1)
     """Pieces of a micro-batch's rows, of which one is exchanged while another is computed."""
     dispatch: Literal["all_to_all", "hierarchical"] = added("all_to_all")
@@ -93,8 +94,8 @@ class ParallelStrategy(Model):
             raise ValueError("checkpointed_layers are named exactly when checkpointing is layers")
         if self.checkpointed_layers != tuple(sorted(set(self.checkpointed_layers))):
             raise ValueError("checkpointed_layers are ascending, each once")
-        if (self.overlap == "chunked") != (self.overlap_chunks > 1):
-            raise ValueError("overlap_chunks is above 1 exactly when overlap is chunked")
+        if self.overlap != "shared" and (self.overlap == "chunked") != (self.overlap_chunks > 1):
+            raise ValueError("overlap_chunks is above 1 when overlap is chunked, and 1 when nothing overlaps")
         if self.expert_slots and self.expert_placement != "balanced":
             raise ValueError("expert_slots are given only where expert_placement is balanced")
         return self

@@ -44,11 +44,6 @@ class SearchContext:
         return domain_devices(self.cluster)
 
     @property
-    def has_linear(self) -> bool:
-        """Whether a layer carries a recurrent state along the sequence."""
-        return any(kind.attention == "linear" for kind in self.profile.layer_kinds)
-
-    @property
     def experts(self) -> int:
         """Experts per MoE layer; 0 for a dense model."""
         return self.profile.shape.num_experts

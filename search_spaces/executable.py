@@ -39,6 +39,7 @@ _BASE = f"{PARITY}::test_one_rank_equals_plain_training"
 _FSDP = f"{PARITY}::test_fsdp2_equals_one_rank"
 _EP = f"{PARITY}::test_ep2_equals_one_rank"
 _PACKED = "tests/runtime/test_packed.py::test_kept_packed_trains_what_decoding_at_load_trains"
+_CUT_PACKED = "tests/runtime/test_packed_shards.py::test_gradients_of_cut_packed_stacks_are_plain_transformers"
 _COPIES = f"{SCHEDULE}::test_copies_of_experts_keep_gradients"
 _REPLICATE = f"{PARITY}::test_replicate2_equals_one_rank"
 
@@ -60,7 +61,9 @@ EXECUTABLE: dict[str, ExecutableAxis] = {
     ),
     "reshard_after_forward": ExecutableAxis({True: _FSDP, False: f"{PARITY}::test_no_reshard_keeps_losses"}),
     "prefetch_depth": ExecutableAxis({1: _FSDP, 2: f"{SCHEDULE}::test_prefetch_keeps_gradients"}, any_degree=True),
-    "expert_padding_tokens": ExecutableAxis({1: _EP}),
+    "expert_padding_tokens": ExecutableAxis(
+        {1: _EP, 16: f"{SCHEDULE}::test_padded_rows_keep_gradients"}, any_degree=True
+    ),
     "overlap": ExecutableAxis(
         {
             "none": _EP,
@@ -79,9 +82,16 @@ EXECUTABLE: dict[str, ExecutableAxis] = {
     ),
     "expert_tp": ExecutableAxis({1: _BASE}),
     "reshard_scope": ExecutableAxis({"all": _FSDP, "node": f"{SCHEDULE}::test_node_scope_keeps_gradients"}),
-    "overlap_chunks": ExecutableAxis({1: _EP, 2: f"{PARITY}::test_chunks_keep_losses"}, any_degree=True),
+    "overlap_chunks": ExecutableAxis(
+        {
+            1: _EP,
+            2: f"{PARITY}::test_chunks_keep_losses",
+            3: f"{SCHEDULE}::test_chunks_with_a_shared_expert_keep_gradients",
+        },
+        any_degree=True,
+    ),
     "dispatch": ExecutableAxis({"all_to_all": _EP, "hierarchical": f"{SCHEDULE}::test_two_stages_keep_gradients"}),
-    "base_format": ExecutableAxis({"compute": _BASE, "mxfp4": _PACKED, "fp8": _PACKED}),
+    "base_format": ExecutableAxis({"compute": _BASE, "mxfp4": _CUT_PACKED, "fp8": _CUT_PACKED}),
     "redundant_experts": ExecutableAxis({0: _EP, 1: _COPIES, 2: _COPIES, 4: _COPIES}),
 }
 """Axis name → what runs."""

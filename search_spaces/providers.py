@@ -1,4 +1,4 @@
-"""What eager torch and torch.compile cost for the operators that fusions replace, by shape.
+"""What providers cost for the operators that fusions replace, by shape: the table, the experts and the loss.
 
 Each provider is described as the kernels it launches: bytes read and written, flops, launches. No
 device and no milliseconds here. Weights are frozen: backward means the gradient of the input only.
@@ -16,8 +16,20 @@ import numpy as np
 from shardwright.schemas.errors import KernelError
 from shardwright.schemas.ops import OpCost, PassCost
 from shardwright.search_spaces.provider_chain import BYTES, Chain
+from shardwright.search_spaces.provider_delta import delta_rule, delta_rule_layer, short_conv
 from shardwright.search_spaces.provider_dsa import dsa
-from shardwright.search_spaces.provider_norms import gated_rms_norm, latent_norm, qk_norm_rope
+from shardwright.search_spaces.provider_gated import OURS, mla_gated
+from shardwright.search_spaces.provider_libraries import LIBRARY_KERNELS
+from shardwright.search_spaces.provider_mixing import activation, attention_residual, mla, swiglu
+from shardwright.search_spaces.provider_norms import add_rms_norm, gated_rms_norm, latent_norm, qk_norm_rope, rms_norm
+from shardwright.search_spaces.provider_products import (
+    gate_up_merge,
+    latent_moe,
+    lora_linear,
+    qkv_merge,
+    shared_expert,
+)
+from shardwright.search_spaces.provider_rope import rope
 from shardwright.search_spaces.provider_router import router
 
 ROW_PASSES = {"eager": (24, 12), "compile": (8, 8)}
@@ -27,85 +39,6 @@ shapes (E 128–896, H 2048–7168): 23.3–25.5 forward, 10–12 backward. Comp
 
 EXPERT_LAUNCHES = {"eager": (35, 50), "compile": (18, 26)}
 """Kernels of one MoE layer, (forward, backward). Eager forward counted on one H200; the rest assumed."""
-
-
-def rms_norm(provider: str, dtype: str, T: int, H: int) -> OpCost:
-    """``y = w · x / sqrt(mean(x²) + eps)`` over ``x [T, H]``, statistics in fp32."""
-    b, n = BYTES[dtype], T * H
-    cast_in, cast_out = ([(n * b, n * 4)], [(n * 4, n * b)]) if b != 4 else ([], [])
-    if provider == "eager":
-        square_mean = [(n * 4, n * 4), (n * 4, T * 4), (T * 4, T * 4), (T * 4, T * 4)]
-        forward = [*cast_in, *square_mean, (n * 4 + T * 4, n * 4), *cast_out, (n * b, n * b)]
-        scale_back = [(n * b, n * b), *cast_in, (n * 4 + T * 4, n * 4), (2 * n * 4, n * 4), (n * 4, T * 4)]
-        square_back = [(T * 4, T * 4), (T * 4, T * 4), (T * 4, n * 4), (n * 4, n * 4), (2 * n * 4, n * 4)]
-        backward = [*scale_back, *square_back, (2 * n * 4, n * 4), *cast_out]
-        saved = (n * 4 if b != 4 else 0) + T * 4
-    else:
-        forward, backward, saved = [(n * b + H * b, n * b)], [(2 * n * b + H * b, n * b)], T * 4
-    return OpCost(
-        op="rms_norm",
-        provider=provider,
-        dtype=dtype,
-        shape={"T": T, "H": H},
-        forward=Chain(tuple(forward), 4 * n).as_pass(2 * n * b + H * b, 4 * n),
-        backward=Chain(tuple(backward), 8 * n).as_pass(3 * n * b + H * b, 8 * n),
-        saved_bytes=saved,
-    )
-
-
-def add_rms_norm(provider: str, dtype: str, T: int, H: int) -> OpCost:
-    """``r = x + residual``, ``y = rms_norm(r)``: returns both."""
-    b, n = BYTES[dtype], T * H
-    norm = rms_norm(provider, dtype, T, H)
-    assert norm.backward is not None
-    if provider == "eager":
-        forward = norm.forward.model_copy(
-            update={
-                "bytes_read": norm.forward.bytes_read + 2 * n * b,
-                "bytes_written": norm.forward.bytes_written + n * b,
-                "launches": norm.forward.launches + 1,
-            }
-        )
-        backward = norm.backward.model_copy(
-            update={
-                "bytes_read": norm.backward.bytes_read + 2 * n * b,
-                "bytes_written": norm.backward.bytes_written + n * b,
-                "launches": norm.backward.launches + 1,
-            }
-        )
-    else:
-        forward = Chain(((2 * n * b + H * b, 2 * n * b),), 5 * n).as_pass(0)
-        backward = Chain(((3 * n * b + H * b, n * b),), 9 * n).as_pass(0)
-    floors = {"floor_bytes": 4 * n * b + H * b, "floor_flops": 5 * n}
-    return OpCost(
-        op="add_rms_norm",
-        provider=provider,
-        dtype=dtype,
-        shape={"T": T, "H": H},
-        forward=forward.model_copy(update={**floors, "flops": 5 * n}),
-        backward=backward.model_copy(update={**floors, "flops": 9 * n, "floor_flops": 9 * n}),
-        saved_bytes=norm.saved_bytes,
-    )
-
-
-def swiglu(provider: str, dtype: str, T: int, I: int) -> OpCost:
-    """``silu(gate) · up`` over ``[T, I]``."""
-    b, n = BYTES[dtype], T * I
-    if provider == "eager":
-        forward = [(n * b, n * b), (2 * n * b, n * b)]
-        backward = [(2 * n * b, n * b), (2 * n * b, n * b), (2 * n * b, n * b)]
-        saved = n * b
-    else:
-        forward, backward, saved = [(2 * n * b, n * b)], [(3 * n * b, 2 * n * b)], 0
-    return OpCost(
-        op="swiglu",
-        provider=provider,
-        dtype=dtype,
-        shape={"T": T, "I": I},
-        forward=Chain(tuple(forward), 5 * n).as_pass(3 * n * b, 5 * n),
-        backward=Chain(tuple(backward), 10 * n).as_pass(5 * n * b, 10 * n),
-        saved_bytes=saved,
-    )
 
 
 def experts(provider: str, dtype: str, R: int, H: int, I: int, E: int) -> OpCost:
@@ -192,15 +125,38 @@ PROVIDER_COSTS: dict[str, Callable[..., OpCost]] = {
     "gated_rms_norm": gated_rms_norm,
     "latent_norm": latent_norm,
     "qk_norm_rope": qk_norm_rope,
+    "rope": rope,
     "dsa": dsa,
+    "dsa_pooled": dsa,
+    "mla_gated": mla_gated,
+    "delta_rule": delta_rule,
+    "delta_rule_layer": delta_rule_layer,
+    "short_conv": short_conv,
+    "mla": mla,
+    "qkv_merge": qkv_merge,
+    "gate_up_merge": gate_up_merge,
+    "shared_expert": shared_expert,
+    "latent_moe": latent_moe,
+    "attention_residual": attention_residual,
+    "activation": activation,
+    "lora_linear": lora_linear,
 }
 """Operator → its cost function."""
 
 PROVIDERS = ("eager", "compile")
+"""Providers that run every operator."""
+
+REWRITTEN: dict[str, tuple[str, ...]] = {
+    "qkv_merge": ("merged",),
+    "gate_up_merge": ("merged",),
+    "mla": ("absorbed",),
+    "mla_gated": (OURS,),
+}
+"""Operator → other ways to write it with torch's own products, or with an operator of ours that has no cost for it."""
 
 
 def provider_cost(op: str, provider: str, shape: dict[str, int], dtype: str) -> OpCost:
-    """The counted work of one operator run by eager torch or torch.compile.
+    """The counted work of one operator run by eager torch, torch.compile, another way to write it, or a library.
 
     Args:
         shape: the operator's named sizes, for example ``{"T": 4096, "H": 2048}``.
@@ -208,9 +164,11 @@ def provider_cost(op: str, provider: str, shape: dict[str, int], dtype: str) -> 
     Raises:
         KernelError: ``unknown-operator``, ``unknown-provider`` or ``unknown-dtype``.
     """
+    libraries = {kernel.library.provider: kernel.cost for kernel in LIBRARY_KERNELS.get(op, ())}
+    own = (*PROVIDERS, *REWRITTEN.get(op, ())) if op in PROVIDER_COSTS else ()
     for kind, value, known in (
-        ("operator", op, tuple(PROVIDER_COSTS)),
-        ("provider", provider, PROVIDERS),
+        ("operator", op, tuple(dict.fromkeys((*PROVIDER_COSTS, *LIBRARY_KERNELS)))),
+        ("provider", provider, (*own, *libraries)),
         ("dtype", dtype, tuple(BYTES)),
     ):
         if value not in known:
@@ -220,4 +178,6 @@ def provider_cost(op: str, provider: str, shape: dict[str, int], dtype: str) -> 
                 where=f"{op} by {provider}",
                 next_action=f"use one of {', '.join(known)}",
             )
+    if provider in libraries:
+        return libraries[provider](dtype, **shape)
     return PROVIDER_COSTS[op](provider, dtype, **shape)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from shardwright.schemas.errors import UsageError
+from shardwright.schemas.errors import LegalityError, UsageError
 from shardwright.schemas.fusion import FusionDecision
 from shardwright.schemas.plan import AdaptationPlan, Edit
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
@@ -25,24 +25,48 @@ def edit_axes(
     """A child plan with other values on some axes.
 
     What is not named follows: ``mesh.shard`` and ``mesh.replicate`` the number of ranks, ``accumulation_steps`` the
-    global batch, ``overlap`` and its chunks, ``checkpointing`` and its layers each other.
+    global batch, ``overlap`` and its chunks, ``checkpointing`` and its layers each other, the experts' places the loads
+    that the plan was made with.
 
     Args:
         values: axis → new value as text, for example ``{"mesh.ep": "2", "mesh.shard": "1"}``.
 
     Raises:
         UsageError: ``unknown-axis``, ``bad-value`` or ``no-reason``.
-        LegalityError, InfeasibleError: the edited strategy cannot run; the nearest legal value is named.
+        LegalityError, InfeasibleError: the edited strategy cannot run; the nearest legal value is named;
+            ``placement-needs-loads`` where experts are to be placed by loads, and the plan was made without any.
     """
     _need_reason(reason)
     before = plan.decision.strategy
-    after = completed(plan, values)
+    after = _placed(stages, plan, completed(plan, values))
     return _child(stages, plan, after, _differences(before, after, reason, actor), rejections(plan))
 
 
 def completed(plan: AdaptationPlan, values: dict[str, str]) -> ParallelStrategy:
     """The plan's strategy with other values, and with what follows from them."""
     return _accumulated(plan, _filled(plan, edited(plan.decision.strategy, values), values), values)
+
+
+def _placed(stages: Stages, plan: AdaptationPlan, after: ParallelStrategy) -> ParallelStrategy:
+    """The strategy with places for its experts, where it places them and has none, or those of another mesh.
+
+    Raises:
+        LegalityError: ``placement-needs-loads``.
+    """
+    before, evidence = plan.decision.strategy, plan.evidence
+    same = (before.mesh.ep, before.redundant_experts) == (after.mesh.ep, after.redundant_experts)
+    if after.expert_placement != "balanced" or after.mesh.ep == 1 or (after.expert_slots and same):
+        return after
+    if stages.place is None:
+        raise LegalityError(
+            "placement-needs-loads",
+            f"experts placed by loads over ep {after.mesh.ep}, and this plan was made without loads to place them by",
+            where="--edit expert_placement",
+            next_action="plan again with `shardwright plan --load-profile RUN`, or choose expert_placement=contiguous",
+        )
+    bare = after.model_copy(update={"expert_slots": ()})
+    broken = stages.violations(evidence.profile, plan.decision.recipe, evidence.cluster, bare)
+    return bare if broken else stages.place(bare)
 
 
 def choose_variant(
@@ -180,7 +204,7 @@ def _together(raw: dict[str, Any], values: dict[str, str]) -> None:
     """Axes that only mean something together follow each other where one of them was not named."""
     if "overlap" in values and "overlap_chunks" not in values:
         raw["overlap_chunks"] = 2 if values["overlap"] == "chunked" else 1
-    elif "overlap_chunks" in values and "overlap" not in values:
+    elif "overlap_chunks" in values and "overlap" not in values and raw["overlap"] != "shared":
         raw["overlap"] = "none" if values["overlap_chunks"].strip() in ("0", "1") else "chunked"
     if "checkpointing" in values and LAYERS not in values and values["checkpointing"] != "layers":
         raw[LAYERS] = []

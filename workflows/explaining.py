@@ -47,8 +47,8 @@ def proposal_document(plan: AdaptationPlan, proposal_id: str) -> Document:
             v.provider,
             f"{duration(v.gain.time_ms)} beside {duration(v.gain.eager_ms)} eager, floor {duration(v.gain.floor_ms)}"
             if v.gain
-            else "–",
-            f"{v.gain.origin}: {v.gain.basis}" if v.gain else "–",
+            else "not ranked",
+            f"{v.gain.origin}: {v.gain.basis}" if v.gain else v.unranked_because or "–",
             "yes" if v.available else f"no: {v.unavailable_because}",
         )
         for v in proposal.variants

@@ -146,6 +146,7 @@ def reject(decision: FusionDecision, reason: str) -> FusionDecision:
             "variant": "eager",
             "op": "-",
             "source_sha256": None,
+            "beside": {},
         }
     )
 

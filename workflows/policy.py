@@ -129,7 +129,7 @@ def _providers(plan: AdaptationPlan, policy: Policy) -> Findings:
 
 def _kernels(plan: AdaptationPlan, policy: Policy) -> Findings:
     if policy.allow_kernels is not None:
-        used = (fusion.op for fusion in installed(plan) if fusion.op != "-")
+        used = (op for fusion in installed(plan) for op in (fusion.op, *fusion.beside) if op != "-")
         yield _listed("allow_kernels", used, policy.allow_kernels)
 
 

@@ -17,9 +17,10 @@ from shardwright.schemas.recipe import Recipe
 from shardwright.schemas.run import RunRecord
 from shardwright.schemas.strategy import ParallelStrategy
 from shardwright.workflows.request import Request, SearchRequest
-from shardwright.workflows.stages import Decisions, SearchResult, Stages
+from shardwright.workflows.stages import Decisions, SearchResult, Stages, told
 
 Loads = tuple[tuple[float, ...], ...]
+MILLION = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def stages_with(options: SearchOptions) -> Stages:
         from shardwright.search_spaces.legality import violations_in
 
         found = violations_in(SearchContext(profile, recipe, cluster, options.explore, options.loads), strategy)
-        return tuple(f"{v.rule}: {v.message}" for v in found)
+        return tuple(map(told, found))
 
     def estimate(
         profile: CheckpointProfile,
@@ -174,7 +175,27 @@ def stages_with(options: SearchOptions) -> Stages:
 
         return priced(profile, recipe, cluster, strategy, targets, fusions, options.calibration, options.loads)
 
-    return replace(Stages(), search=search, violations=violations, estimate=estimate)
+    def place(strategy: ParallelStrategy) -> ParallelStrategy:
+        from shardwright.search_spaces.placement import with_places
+
+        return with_places(strategy, options.loads)
+
+    placing = place if options.loads else None
+    return replace(Stages(), search=search, violations=violations, estimate=estimate, place=placing)
+
+
+def with_loads(plan: AdaptationPlan, loads: Loads) -> AdaptationPlan:
+    """The plan with the loads that it was made by, so that an edit of it can place experts anywhere."""
+    if not loads:
+        return plan
+    lines = tuple(",".join(str(round(share * MILLION)) for share in shares) for shares in loads)
+    return AdaptationPlan.seal(plan.decision, plan.evidence.model_copy(update={"expert_loads": lines}))
+
+
+def loads_of(plan: AdaptationPlan) -> Loads:
+    """The loads that a plan was made by; empty where it was made without."""
+    layers = [[int(share) for share in line.split(",")] for line in plan.evidence.expert_loads]
+    return tuple(tuple(share / max(sum(layer), 1) for share in layer) for layer in layers)
 
 
 def with_calibration(plan: AdaptationPlan, calibration: Calibration | None) -> AdaptationPlan:

@@ -46,6 +46,17 @@ class SearchResult(Protocol):
     def explanation(self) -> tuple[str, ...]: ...
 
 
+class Violation(Protocol):
+    """A broken rule of legality."""
+
+    @property
+    def rule(self) -> str: ...
+    @property
+    def message(self) -> str: ...
+    @property
+    def nearest_legal(self) -> tuple[str, ...]: ...
+
+
 Proposals = tuple[FusionProposal, ...]
 Decisions = tuple[FusionDecision, ...]
 
@@ -141,10 +152,12 @@ def _violations(
 ) -> tuple[str, ...]:
     from shardwright.search_spaces.legality import violations
 
-    found = violations(profile, recipe, cluster, strategy)
-    return tuple(
-        f"{v.rule}: {v.message} (nearest legal: {', '.join(map(str, v.nearest_legal)) or 'none'})" for v in found
-    )
+    return tuple(map(told, violations(profile, recipe, cluster, strategy)))
+
+
+def told(violation: Violation) -> str:
+    """A broken rule in words."""
+    return f"{violation.rule}: {violation.message} (nearest legal: {', '.join(violation.nearest_legal) or 'none'})"
 
 
 def _estimate(
@@ -205,6 +218,8 @@ class Stages:
     estimate: Callable[
         [CheckpointProfile, Recipe, ClusterSpec, ParallelStrategy, tuple[LoraTarget, ...], Decisions], CostReport
     ] = _estimate
+    place: Callable[[ParallelStrategy], ParallelStrategy] | None = None
+    """Gives each layer's experts their places by measured loads; ``None`` where none were measured."""
     verify: Callable[[AdaptationPlan, Path, Path], None] = _verify
     launch: Callable[[Path, Path, Path, Path, Path], int] = _launch
     export: Callable[[Path, Path], AdapterFacts] = _export

@@ -81,6 +81,6 @@ def _search(record: SearchRecord) -> str:
         else f"a study of {record.trials} trials over the joint space found none that fits"
     )
     return (
-        f"All {record.legal_strategies} legal strategies were priced, {record.feasible_strategies} fit; the best takes "
-        f"{milliseconds(record.oracle_step_ms)}, {found}."
+        f"All {record.legal_strategies:,} legal strategies were priced, {record.feasible_strategies:,} fit; the best "
+        f"takes {milliseconds(record.oracle_step_ms)}, {found}."
     )

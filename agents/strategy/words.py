@@ -39,6 +39,8 @@ TERMS = {
     "expert_all_to_all_hidden": "exchanging rows behind computation",
     "tensor_parallel": "tensor-parallel collectives",
     "context_ring": "keys and values around the ring",
+    "context_gathers": "compressed keys and values, or states, of whole sequences",
+    "context_buffers": "what the ranks of a sequence share",
     "host_copies": "copies from and to host memory",
     "pipeline_bubble": "waiting for the pipeline",
     "pipeline_sends": "messages between pipeline stages",

@@ -17,8 +17,10 @@ MODEL_TIE = 1.1
 
 _OWN, _EAGER = "shardwright", "eager"
 _SPANNING = frozenset(pattern.name for pattern in PATTERNS if pattern.spans_modules)
-_FOUND_ONLY = frozenset(pattern.name for pattern in PATTERNS if not pattern.costed)
-"""Regions with no variant but eager: they are shown, and give way to every other region."""
+_FOUND_ONLY = frozenset(
+    pattern.name for pattern in PATTERNS if all(v.provider == _EAGER or v.not_installable for v in pattern.variants())
+)
+"""Regions that workers can only run eagerly: they are shown and ranked, and give way to every other region."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Choice:
 
 def fits(variant: Variant, mesh: Mesh, device_type: str) -> str:
     """Why a variant does not apply on a mesh; empty where it does."""
+    if variant.rival:
+        return variant.unavailable_because or f"{variant.provider} is ranked to compare, not installed"
     if not variant.available:
         return variant.unavailable_because
     rule = variant.predicate
@@ -65,7 +69,7 @@ def choose(proposal: FusionProposal, cluster: ClusterSpec, mesh: Mesh) -> Choice
         return Choice(eager, f"eager: {best.name} would give {text}, but compile time is not repaid on a CPU cluster")
     if gain.speedup <= 1.0:
         return Choice(eager, f"eager: {best.name} is not faster ({text})")
-    return Choice(best, f"{best.name}: {text}")
+    return Choice(best, f"{best.name}: {text}" + (f"; {best.way}" if best.way else ""))
 
 
 def fastest(variants: tuple[Variant, ...]) -> Variant | None:
@@ -87,8 +91,13 @@ def fastest(variants: tuple[Variant, ...]) -> Variant | None:
 
 
 def _why_not(proposal: FusionProposal, cluster: ClusterSpec, mesh: Mesh) -> str:
-    reasons = [(v.name, fits(v, mesh, cluster.device.type)) for v in proposal.variants if v.provider != _EAGER]
+    reasons = [(v.name, fits(v, mesh, cluster.device.type)) for v in _others(proposal)]
     return "; ".join(f"{name}: {why}" for name, why in reasons if why)
+
+
+def _others(proposal: FusionProposal) -> tuple[Variant, ...]:
+    """What a worker could install in place of eager."""
+    return tuple(v for v in proposal.variants if v.provider != _EAGER and not v.rival)
 
 
 def settle(proposals: tuple[FusionProposal, ...], cluster: ClusterSpec, mesh: Mesh) -> tuple[FusionProposal, ...]:

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
+from shardwright.agents.structure.opaque_indexers import run_choice
 from shardwright.agents.structure.opaque_rules import run_rule
 from shardwright.agents.structure.region import Region
 
@@ -34,6 +35,7 @@ _SHAPE_OPS = frozenset(
         "unflatten",
         "clamp",
         "new_empty",
+        "conv1d",
     }
 )
 
@@ -113,6 +115,11 @@ class Fp64Region(torch.nn.Module):
             *values, rule, unit = args
             with KeepFp64():
                 return run_rule(rule, tuple(values), unit=unit)
+        if name == "pooled_choice":
+            hidden, q_latent, valid, parameters, rule, heads, top_k, pool, tail = args
+            with KeepFp64():
+                given = (hidden, q_latent, valid, *parameters)
+                return run_choice(rule, given, heads=heads, top_k=top_k, pool=pool, tail=tail)
         if name == "_grouped_mm":
             return grouped_product(*args, **kwargs)
         return node.target(*args, **kwargs)

@@ -63,6 +63,7 @@ def _decision(proposal: FusionProposal) -> FusionDecision:
         roles=proposal.region.roles,
         constants=decision_constants(proposal),
         source_sha256=_source(variant),
+        beside=_beside(proposal, variant),
         reason=proposal.reason,
         tolerance="0" if variant.provider == "eager" else _PATTERNS[proposal.pattern].tolerance,
     )
@@ -84,6 +85,16 @@ def decimal_text(value: float) -> str:
     from decimal import Decimal
 
     return format(Decimal(repr(value)).normalize(), "f")
+
+
+def _beside(proposal: FusionProposal, variant: Variant) -> dict[str, str]:
+    """Further operators of the region, which its certificate names, each with the hash of its source."""
+    if variant.provider != "shardwright":
+        return {}
+    from shardwright.kernels.registry import source_sha256
+
+    named = str(proposal.certificate.bound_constants.get("operators", "")).split()
+    return {op: source_sha256(op) for op in named if op != variant.op}
 
 
 def _source(variant: Variant) -> str | None:

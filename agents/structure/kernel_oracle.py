@@ -22,7 +22,7 @@ def kernel_reference(match: Match) -> Callable[[Tensors], Tensors] | None:
     if own is not None:
         return own
     for variant in match.pattern.variants():
-        fits = not variant.forms or match.constants.get("form") in variant.forms
+        fits = variant.computes(match.constants)
         if variant.provider == "shardwright" and fits and variant.op in OPERATORS and variant.op in OPERANDS:
             return _by_role(variant.op, match.constants["eps"])
     return None

@@ -88,7 +88,7 @@ def dtype_shape_stride_device(match: Match, facts: ModelFacts) -> tuple[Status, 
     devices, dtypes = set(), set()
     for role in match.region.inputs:
         spec = match.region.spec(role)
-        if 0 in spec.shape:
+        if 0 in spec.shape and role not in match.pattern.maybe_empty:
             return "refuted", f"{role} is empty: {spec.shape}"
         if spec.dtype.startswith(("float", "bfloat")):
             dtypes.add(spec.dtype)

@@ -21,12 +21,21 @@ from torch import Tensor, nn
 from shardwright.agents.structure.opaque import NAMESPACE
 
 OPERANDS = ("query", "key", "value", "g", "beta")
-RULES = ("chunk_kimi_delta_attention", "torch_chunk_gated_delta_rule")
-"""Functions of the library's families: (q, k, v, g, beta, …) → (result, final state)."""
+UNIT = "use_qk_l2norm_in_kernel"
+"""Argument by which a library's function is told to divide q and k by their length, and to scale q."""
+PLAIN_RULE = "delta_rule"
+"""The project's own K3 calls it with q and k divided and scaled; its result is in fp32."""
+RULES = ("chunk_kimi_delta_attention", "torch_chunk_gated_delta_rule", PLAIN_RULE)
+"""Functions of the families: (q, k, v, g, beta, …) → (result, final state)."""
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _LIBRARY.define("delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, str rule, bool unit) -> Tensor")
-_LIBRARY.impl("delta_rule", lambda q, k, v, g, beta, rule, unit: torch.empty_like(v).contiguous(), "Meta")
+_LIBRARY.impl("delta_rule", lambda q, k, v, g, beta, rule, unit: _result_like(v, rule), "Meta")
+
+
+def _result_like(v: Tensor, rule: str) -> Tensor:
+    wide = rule.endswith(f":{PLAIN_RULE}")
+    return torch.empty_like(v, dtype=torch.promote_types(v.dtype, torch.float32) if wide else v.dtype).contiguous()
 
 
 def run_rule(rule: str, values: tuple[Tensor, ...], *, unit: bool) -> Tensor:
@@ -40,7 +49,7 @@ def run_rule(rule: str, values: tuple[Tensor, ...], *, unit: bool) -> Tensor:
     module, _, name = rule.partition(":")
     q, k, v, g, beta = values
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    result: Tensor = function(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=unit)[0]
+    result: Tensor = function(q, k, v, g=g, beta=beta, **({UNIT: True} if unit else {}))[0]
     return result
 
 
@@ -69,9 +78,9 @@ def _node(rule: str, original: Callable[..., Any]) -> Callable[..., Any]:
     options = {one.name for one in named if one.kind is not one.VAR_KEYWORD}
 
     def call(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *args: Any, **kwargs: Any) -> Any:
-        unit = kwargs.pop("use_qk_l2norm_in_kernel", False)
-        if args or any(kwargs.get(name) not in (None, False) for name in options):
-            return original(query, key, value, g, beta, *args, use_qk_l2norm_in_kernel=unit, **kwargs)
+        if args or any(kwargs.get(name) not in (None, False) for name in options - {UNIT}):
+            return original(query, key, value, g, beta, *args, **kwargs)
+        unit = bool(kwargs.get(UNIT, False))
         return torch.ops.shardwright_capture.delta_rule(query, key, value, g, beta, rule, unit), None
 
     return call

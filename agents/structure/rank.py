@@ -17,16 +17,20 @@ from shardwright.agents.structure.kernel_oracle import OPERANDS
 from shardwright.agents.structure.patterns.base import Match, VariantSpec
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.errors import KernelError
-from shardwright.schemas.fusion import Gain, Variant
+from shardwright.schemas.fusion import Gain, Variant, VariantPredicate
 from shardwright.schemas.ops import EvidenceOrigin, MeasuredTime, OpCost, PassCost, PassName
 from shardwright.schemas.profile import CheckpointProfile
 from shardwright.schemas.recipe import Recipe
 from shardwright.search_spaces.cost.compute import flops_rate, op_time_ms
-from shardwright.search_spaces.providers import provider_cost
+from shardwright.search_spaces.provider_libraries import Library, libraries
+from shardwright.search_spaces.providers import REWRITTEN, provider_cost
 
 MODELLED_PASS: PassName = "fwd+dx"
 MEASURED_PASSES: tuple[PassName, ...] = ("fwd+dx", "fwd+bwd")
 """Passes of a measured time that may stand for a step, best first."""
+
+Parts = tuple[tuple[str, dict[str, int]], ...]
+"""Operators with their named sizes, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -76,27 +80,37 @@ def shipped_evidence() -> tuple[Path, ...]:
 
 
 def variants(match: Match, target: Target, *, adapted: bool) -> tuple[Variant, ...]:
-    """All ways to run a region with their gains; the fastest first, those that cannot be used last.
+    """All ways to run a region with their gains: the usable ones, the unusable, libraries' ones; each fastest first.
 
     Args:
         adapted: whether a LoRA target lies inside the region.
     """
-    shape = match.pattern.cost_shape(match, target.tokens)
-    eager = timing(match.pattern.name, "eager", shape, target) if match.pattern.costed else None
-    made = [_variant(match, spec, target, shape, eager, adapted) for spec in match.pattern.variants()]
-    return tuple(sorted(made, key=lambda v: (not v.available, v.gain.time_ms if v.gain else float("inf"), v.name)))
+    whole = ((match.pattern.name, match.pattern.cost_shape(match, target.tokens)),)
+    eager = timing_of(whole, "eager", target) if match.pattern.costed else None
+    made = [_variant(match, spec, target, whole, eager, adapted) for spec in match.pattern.variants()]
+    if eager is not None:
+        made += [_rival(match, library, parts, target, eager) for library, parts in rivals(match, target)]
+    return tuple(sorted(made, key=_order))
+
+
+def _order(variant: Variant) -> tuple[bool, bool, float, str]:
+    time_ms = variant.gain.time_ms if variant.gain else float("inf")
+    return not variant.available, variant.rival, time_ms, variant.name
 
 
 def _variant(
-    match: Match, spec: VariantSpec, target: Target, shape: dict[str, int], eager: Timing | None, adapted: bool
+    match: Match, spec: VariantSpec, target: Target, whole: Parts, eager: Timing | None, adapted: bool
 ) -> Variant:
-    because = _unavailable(match, spec, target, adapted)
-    gain = None
-    if eager is not None and (spec.provider != "shardwright" or registered(spec.op)):
-        op, sizes = match.pattern.name, shape
-        if spec.provider == "shardwright":
-            op, sizes = match.pattern.kernel_cost(match, spec, target.tokens)
-        gain = _gain(op, spec.provider, sizes, eager, target)
+    because, unranked = _unavailable(match, spec, target, adapted), match.pattern.unranked(match, spec)
+    ours, gain = spec.provider == "shardwright", None
+    if ours and not registered(spec.op):
+        unranked = f"no operator {spec.op} exists"
+    if eager is None:
+        unranked = "its providers are not described"
+    elif not unranked:
+        parts = match.pattern.kernel_parts(match, spec, target.tokens) if ours else whole
+        own = eager if spec.provider == "eager" else timing_of(parts, spec.provider, target)
+        gain = _gain(spec.provider, own, eager)
     return Variant(
         name=spec.name,
         provider=spec.provider,
@@ -105,6 +119,39 @@ def _variant(
         gain=gain,
         available=not because,
         unavailable_because=because,
+        unranked_because=unranked,
+        way="" if because else match.pattern.way(match, spec, target.recipe, target.cluster.device),
+    )
+
+
+def rivals(match: Match, target: Target) -> tuple[tuple[Library, Parts], ...]:
+    """Libraries that compute a region, by its own name or by the operators of a variant of ours, each once."""
+    pattern = match.pattern
+    candidates: list[Parts] = [((pattern.name, pattern.cost_shape(match, target.tokens)),)]
+    for spec in pattern.variants():
+        ours = spec.provider == "shardwright" and spec.computes(match.constants) and registered(spec.op)
+        if ours and not pattern.unranked(match, spec):
+            candidates.append(pattern.kernel_parts(match, spec, target.tokens))
+    found: dict[str, tuple[Library, Parts]] = {}
+    for parts in candidates:
+        for library in libraries(tuple(op for op, _ in parts), match.constants):
+            found.setdefault(library.provider, (library, parts))
+    return tuple(found.values())
+
+
+def _rival(match: Match, library: Library, parts: Parts, target: Target, eager: Timing) -> Variant:
+    """A library's way: ranked, never available."""
+    beside = [v.predicate for v in match.pattern.variants() if v.op == parts[0][0]]
+    own = timing_of(parts, library.provider, target, library.source)
+    return Variant(
+        name=library.provider,
+        provider=library.provider,
+        op="-",
+        predicate=beside[0] if beside else VariantPredicate(device_types=("cuda",)),
+        gain=_gain(library.provider, own, eager),
+        available=False,
+        unavailable_because=library.not_installable,
+        rival=True,
     )
 
 
@@ -115,7 +162,7 @@ def _unavailable(match: Match, spec: VariantSpec, target: Target, adapted: bool)
         return f"needs {' or '.join(spec.predicate.device_types)}; the cluster has {device}"
     if spec.not_installable:
         return spec.not_installable
-    if spec.forms and match.constants.get("form") not in spec.forms:
+    if not spec.computes(match.constants):
         return f"computes {' or '.join(spec.forms)}; the region is {match.constants.get('form')}"
     if refused := match.pattern.refuses(match, spec):
         return refused
@@ -160,15 +207,19 @@ def registered(op: str) -> bool:
 
 def counted(op: str, provider: str, shape: dict[str, int], dtype: str) -> OpCost:
     """The counted work of a provider."""
-    if provider != "shardwright":
+    if provider != "shardwright" or provider in REWRITTEN.get(op, ()):
         return provider_cost(op, provider, shape, dtype)
     from shardwright.kernels.registry import operator
 
     return operator(op).load_cost()(**shape, dtype=dtype)
 
 
-def timing(op: str, provider: str, shape: dict[str, int], target: Target) -> Timing:
-    """Measured where the evidence has this device, these sources and this size; modelled otherwise."""
+def timing(op: str, provider: str, shape: dict[str, int], target: Target, source: str = "") -> Timing:
+    """Measured where the evidence has this device, these sources and this size; modelled otherwise.
+
+    Args:
+        source: where the counts of a library's kernel come from.
+    """
     seen = measured(op, provider, shape, target)
     if seen is not None:
         basis = f"measured on {seen.device}, {seen.date}, {seen.shape_bucket}, {seen.pass_name}, {seen.repeats} repeats"
@@ -176,19 +227,33 @@ def timing(op: str, provider: str, shape: dict[str, int], target: Target) -> Tim
     cost, device = counted(op, provider, shape, target.dtype), target.cluster.device
     sizes = ", ".join(f"{name} {size}" for name, size in shape.items())
     basis = f"counted flops and bytes over the rates of {device.name}; {sizes}, {target.dtype}, {MODELLED_PASS}"
+    basis = f"{basis}; {source}" if source else basis
     return Timing(op_time_ms(cost, device, MODELLED_PASS), floor_ms(cost, target), "modelled", basis)
 
 
-def _gain(op: str, provider: str, shape: dict[str, int], eager: Timing, target: Target) -> Gain:
-    own = eager if provider == "eager" else timing(op, provider, shape, target)
+def timing_of(parts: Parts, provider: str, target: Target, source: str = "") -> Timing:
+    """The operators of a way one after the other; measured where each of them is."""
+    each = [timing(op, provider, sizes, target, source) for op, sizes in parts]
+    if len(each) == 1:
+        return each[0]
+    return Timing(
+        sum(one.time_ms for one in each),
+        sum(one.floor_ms for one in each),
+        "measured" if all(one.origin == "measured" for one in each) else "modelled",
+        "; ".join(f"{op}: {one.basis}" for (op, _), one in zip(parts, each, strict=True)),
+    )
+
+
+def _gain(provider: str, own: Timing, eager: Timing) -> Gain:
+    alike = own.origin == eager.origin
     return Gain(
         provider=provider,
         time_ms=own.time_ms,
         eager_ms=eager.time_ms,
         floor_ms=own.floor_ms,
         speedup=eager.time_ms / own.time_ms if own.time_ms > 0 else 1.0,
-        origin=own.origin if own.origin == eager.origin else "modelled",
-        basis=own.basis if own.origin == eager.origin else f"{own.basis}; eager: {eager.basis}",
+        origin=own.origin if alike else "modelled",
+        basis=own.basis if alike else f"{own.basis}; eager: {eager.basis}",
     )
 
 

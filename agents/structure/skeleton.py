@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardwright.agents.structure.opaque import OpaqueExperts, like_meta
+from shardwright.agents.structure.opaque_indexers import opaque_indexers
 from shardwright.agents.structure.opaque_rules import opaque_rules
 from shardwright.agents.structure.trace import TRACE_ERRORS
 from shardwright.checkpoints.components import component_of
@@ -114,6 +115,7 @@ def _try_out(layer: nn.Module, inputs: LayerInputs, hidden: torch.Tensor) -> Lay
             torch.utils._python_dispatch._disable_current_modes(),
             OpaqueExperts(layer).installed(),
             opaque_rules(layer),
+            opaque_indexers(layer),
         ):
             return LayerResult.of(layer(*args, **kwargs), hidden)
     except TRACE_ERRORS:

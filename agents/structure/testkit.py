@@ -19,7 +19,8 @@ from shardwright.agents.structure.certify import certify
 from shardwright.agents.structure.facts import ModelFacts, observe
 from shardwright.agents.structure.mutants import Mutant, mutants
 from shardwright.agents.structure.obligations import EXAMINERS, hooks
-from shardwright.agents.structure.patterns.base import Match, Pattern
+from shardwright.agents.structure.patterns.base import Match, Pattern, VariantSpec
+from shardwright.agents.structure.rank import Parts, counted
 from shardwright.schemas.fusion import Certificate, ObligationName
 
 Example = Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]
@@ -71,6 +72,16 @@ def hooked_facts(match: Match, facts: ModelFacts) -> dict[str, ModelFacts]:
     for path in {node.module_path for node in match.region.op_nodes} - {"", *facts.units}:
         made[path] = replace(facts, module_hooks={path: "forward_hooks"})
     return made
+
+
+def moved_bytes(match: Match, spec: VariantSpec, tokens: int) -> int:
+    """Counted traffic of a variant, both passes; 0 where the pattern says that it is not counted."""
+    if match.pattern.unranked(match, spec):
+        return 0
+    parts: Parts = ((match.pattern.name, match.pattern.cost_shape(match, tokens)),)
+    if spec.provider == "shardwright":
+        parts = match.pattern.kernel_parts(match, spec, tokens)
+    return sum(counted(op, spec.provider, sizes, "bfloat16").total_bytes() for op, sizes in parts)
 
 
 def refused(match: Match, facts: ModelFacts) -> bool:
@@ -146,6 +157,15 @@ class PatternContract:
                 for match in self.pattern.find(*pair):
                     for where, seen in hooked_facts(match, facts).items():
                         assert hooks(match, seen)[0] == "refuted", f"{name}: {where}"
+
+    def test_every_way_has_a_cost_or_a_reason(self) -> None:
+        """Eight times the tokens cost no less; what is not counted says why."""
+        for name, (example, _) in self.positives.items():
+            for match in (m for pair in captured_examples(example)[0] for m in self.pattern.find(*pair)):
+                for spec in self.pattern.variants() if self.pattern.costed else ():
+                    few, many = (moved_bytes(match, spec, tokens) for tokens in (512, 4096))
+                    told = bool(self.pattern.unranked(match, spec))
+                    assert (few, many) == (0, 0) if told else 0 < few <= many, f"{name}: {spec.name}"
 
     def test_capture_is_deterministic(self) -> None:
         for name, (example, _) in self.positives.items():

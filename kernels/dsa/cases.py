@@ -103,17 +103,20 @@ def scaled(q_nope: Tensor, q_rope: Tensor, latent: Tensor, weight: Tensor, gate:
     return UpProjection(weight * weight.shape[1] ** -0.5, H, P, U), float((P + q_rope.shape[2]) ** -0.5)
 
 
-def door(
-    q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor, gate: Tensor, *rest: Tensor
-) -> tuple[Tensor, ...]:
+def door(*inputs: Tensor, fixed_order: bool = False) -> tuple[Tensor, ...]:
+    q_nope, q_rope, latent, k_rope, weight, gate, *rest = inputs
     up, scale = scaled(q_nope, q_rope, latent, weight, gate)
-    indices, bounds = chosen_and_bounds(rest)
-    settings: dict[str, Any] = {"scale": scale, "deterministic": False, "check_indices": False}
+    indices, bounds = chosen_and_bounds(tuple(rest))
+    settings: dict[str, Any] = {"scale": scale, "deterministic": fixed_order, "check_indices": False}
     if indices is not None:
         settings["bounds"] = bounds
     elif q_nope.shape[0] < SHORT:
         settings["cu_seqlens"] = documents_of(q_nope.shape[0])
     return (latent_attention(q_nope, q_rope, latent, k_rope, up, indices, gate, **settings)[0],)
+
+
+def door_in_order(*inputs: Tensor) -> tuple[Tensor, ...]:
+    return door(*inputs, fixed_order=True)
 
 
 def reference_door(
@@ -237,6 +240,7 @@ DOOR_SUITE = OpSuite(
         {"T": 0, "H": 2, "V": 16, "R": 8, "P": 8, "U": 8, "K": 2},
     ),
     large_shapes=({"T": 300, "H": 64, "V": 512, "R": 64, "P": 128, "U": 128, "K": 150},),
+    in_order=door_in_order,
 )
 
 DENSE_SUITE = OpSuite(

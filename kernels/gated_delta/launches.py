@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwright.kernels import device
+from shardwright.kernels import device, sound
 from shardwright.kernels.gated_delta.triton import scalar_gate_kernel, scalar_keys_kernel, scalar_prepare_kernel
 from shardwright.kernels.kda import configs
 from shardwright.kernels.kda.configs import CHUNK
@@ -44,7 +44,9 @@ def prepare(inputs: Inputs, docs: Documents, settings: Settings, found: Prepared
     HV, K, V = inputs.HV, inputs.K, inputs.V
     tile = configs.scalar_prepare(K, V, inputs.value_bytes)
     with device.current(inputs.q):
-        scalar_prepare_kernel[(HV, docs.chunks)](
+        sound.start(
+            scalar_prepare_kernel,
+            (HV, docs.chunks),
             inputs.q,
             inputs.k,
             inputs.v,
@@ -90,7 +92,9 @@ def keys(
     HV, K, V = inputs.HV, inputs.K, inputs.V
     tile = configs.scalar_keys(K, V, inputs.value_bytes)
     with device.current(inputs.q):
-        scalar_keys_kernel[(HV, piece.stop - piece.start)](
+        sound.start(
+            scalar_keys_kernel,
+            (HV, piece.stop - piece.start),
             *key_operands(inputs, docs, settings, flow, into, (dp, da, along), piece),
             K=K,
             V=V,

@@ -1,9 +1,11 @@
 """Launch configurations of KDA. Data; no torch.
 
-Timed on one H200 (T 8192, H 32, K = V = 128, bf16, bounded gate), ms: keys 1.60 with 32 channels in 4 warps against
-1.72 (64 in 4), 1.70 (64 in 8) and 2.64 (32 in 8). There the values kernel with 32 columns stopped with an illegal
-address, which neither the interpreter's bounds nor the gate explain; it is used with 64 columns only. The choice for
-prepare is by count, not by time: 168 registers let three programs share a multiprocessor.
+Timed on one H200 (T 8192, H 32, K = V = 128, bf16, bounded gate), forward and backward, ms, by the keys kernel's tile:
+4.02 with 64 channels and 64 columns in 8 warps, 4.26 (64, 32, 8), 4.29 (32, 32, 4), 5.18 (16, 32, 4) and 5.37
+(32, 32, 8). Of 32 channels in 4 warps with 64 columns, of 16 with 64 and of 32 in 8 warps with 64, ptxas 12.8 makes
+code that reads elsewhere (``kernels.machine_code``), as it does of the scan with 256 channels in 4 warps. One gate a
+head: 2.76 (32, 32, 4), 3.02 (32, 64, 8), 3.35 (32, 32, 8). The choice for prepare is by count, not by time: 168
+registers let three programs share a multiprocessor.
 
 Legend: K key width, V value width, HV value heads, N documents.
 """
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 
 CHUNK = 64
 """Tokens of a chunk."""
+MANY_CHANNELS = 256
+"""Key channels from which on a state of 16 columns in 4 warps is left to 32 in 8."""
 SMALL = 16
 """Tokens of the smallest block where the gate is bounded."""
 
@@ -44,15 +48,17 @@ def prepare(K: int, V: int, value_bytes: int) -> Tile:
 
 
 def scan(K: int, V: int, value_bytes: int, columns: int, multiprocessors: int) -> Tile:
-    """Value columns are split until the programs fill the device.
+    """Value columns are split until the programs fill the device, no narrower than ``MANY_CHANNELS`` allows.
 
     Args:
         columns: value heads times documents.
     """
+    least = 16 if K < MANY_CHANNELS else 32
     BV = min(V, 128)
-    while BV > 16 and columns * (V // BV) < multiprocessors * 3 // 4:
+    while least < BV and columns * (V // BV) < multiprocessors * 3 // 4:
         BV //= 2
-    return Tile(BK=K, BV=BV, warps=4 if K * BV <= 8192 else 8, stages=2 if K * value_bytes <= 256 else 1)
+    few = K < MANY_CHANNELS and K * BV <= 8192
+    return Tile(BK=K, BV=BV, warps=4 if few else 8, stages=2 if K * value_bytes <= 256 else 1)
 
 
 def reverse(K: int, V: int, value_bytes: int, columns: int, multiprocessors: int) -> Tile:
@@ -64,7 +70,7 @@ def values(K: int, V: int, value_bytes: int) -> Tile:
 
 
 def keys(K: int, V: int, value_bytes: int) -> Tile:
-    return Tile(BK=32, BV=64, warps=4, stages=1)
+    return Tile(BK=64, BV=64, warps=8, stages=1)
 
 
 PART = 8192
@@ -85,7 +91,7 @@ def scalar_gate() -> Tile:
 
 
 def scalar_keys(K: int, V: int, value_bytes: int) -> Tile:
-    return Tile(BK=16, BV=32, warps=4, stages=1)
+    return Tile(BK=32, BV=32, warps=4, stages=1)
 
 
 def step(K: int) -> Tile:

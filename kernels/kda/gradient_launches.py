@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwright.kernels import device
+from shardwright.kernels import device, sound
 from shardwright.kernels.gated_delta import launches as scalar_launches
 from shardwright.kernels.kda import configs
 from shardwright.kernels.kda.configs import CHUNK
@@ -88,7 +88,9 @@ def values(
     HV, K, V = inputs.HV, inputs.K, inputs.V
     tile = configs.values(K, V, inputs.value_bytes)
     with device.current(inputs.q):
-        kda_values_kernel[(HV, piece.stop - piece.start)](
+        sound.start(
+            kda_values_kernel,
+            (HV, piece.stop - piece.start),
             inputs.v,
             inputs.beta,
             docs.table[piece],
@@ -128,7 +130,9 @@ def keys(
     tile = configs.keys(K, V, inputs.value_bytes)
     BK = min(K, tile.BK)
     with device.current(inputs.q):
-        kda_keys_kernel[(K // BK, HV, piece.stop - piece.start)](
+        sound.start(
+            kda_keys_kernel,
+            (K // BK, HV, piece.stop - piece.start),
             *key_operands(inputs, docs, settings, flow, into, (dp, da, along), piece),
             levels(settings),
             0,

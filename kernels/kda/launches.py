@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwright.kernels import device
+from shardwright.kernels import device, sound
 from shardwright.kernels.gated_delta import launches as scalar_launches
 from shardwright.kernels.kda import configs
 from shardwright.kernels.kda.configs import CHUNK
@@ -57,7 +57,9 @@ def prepare(inputs: Inputs, docs: Documents, settings: Settings, backward: bool)
         return found
     tile = configs.prepare(K, V, inputs.value_bytes)
     with device.current(q):
-        kda_prepare_kernel[(HV, NT)](
+        sound.start(
+            kda_prepare_kernel,
+            (HV, NT),
             q,
             inputs.k,
             inputs.v,
@@ -108,7 +110,9 @@ def scan_documents(
     HV, K, V, N = inputs.HV, inputs.K, inputs.V, first.shape[0] - 1
     tile = configs.scan(K, V, inputs.value_bytes, HV * N, device.multiprocessors(inputs.q))
     with device.current(inputs.q):
-        kda_scan_kernel[(V // tile.BV, HV, N)](
+        sound.start(
+            kda_scan_kernel,
+            (V // tile.BV, HV, N),
             found.w,
             found.u,
             found.qe,
@@ -157,7 +161,9 @@ def reverse_documents(
     HV, K, V, N = inputs.HV, inputs.K, inputs.V, first.shape[0] - 1
     tile = configs.reverse(K, V, inputs.value_bytes, HV * N, device.multiprocessors(do))
     with device.current(do):
-        kda_reverse_kernel[(V // tile.BV, HV, N)](
+        sound.start(
+            kda_reverse_kernel,
+            (V // tile.BV, HV, N),
             do,
             found.w,
             found.qe,

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from shardwright.kernels import device
+from shardwright.kernels import device, sound
 from shardwright.kernels.kda import configs, launches
 from shardwright.kernels.kda.configs import CHUNK
 from shardwright.kernels.kda.documents import Documents
@@ -66,7 +66,9 @@ def summaries(inputs: Inputs, docs: Documents, found: Prepared, first: Tensor) -
     summary = torch.empty((S, HV, K, V + K), dtype=torch.float32, device=inputs.q.device)
     tile = configs.summary(K, inputs.value_bytes)
     with device.current(summary):
-        kda_summary_kernel[((V + K) // tile.BV, HV, S)](
+        sound.start(
+            kda_summary_kernel,
+            ((V + K) // tile.BV, HV, S),
             found.w,
             found.u,
             found.ke,
@@ -107,7 +109,9 @@ def starts(
     begin = last if own is not None else inputs.initial_state
     tile = configs.combine(K)
     with device.current(summary):
-        kda_combine_kernel[(V // tile.BV, HV, N)](
+        sound.start(
+            kda_combine_kernel,
+            (V // tile.BV, HV, N),
             summary,
             summary if own is None else own,
             cut.pieces,

@@ -128,10 +128,10 @@ def short_conv_bwd_kernel(
             tl.store(dw_ptr + (tl.cast(piece, tl.int64) * C + cols) * J + d, tl.sum(dz * x, 0), mask=there)
     if WITH_INITIAL:  # noqa: SIM102 - one is known to the compiler, the other is not
         if start == begin:
-            back = tl.arange(0, 8)
+            kept = tl.arange(0, 8)
             ahead = input_gradient(
-                dy_ptr, x_ptr, w_ptr, initial_ptr, begin - (J - 1) + back, begin, end, doc, cols, there, C,
+                dy_ptr, x_ptr, w_ptr, initial_ptr, begin - (J - 1) + kept, begin, end, doc, cols, there, C,
                 J, SILU, WITH_INITIAL,
             )  # fmt: skip
-            place = (doc * C + cols[None, :]) * (J - 1) + back[:, None]
-            tl.store(dinitial_ptr + place, ahead, mask=(back < J - 1)[:, None] & there[None, :])
+            corner = (doc * C + cols[None, :]) * (J - 1) + kept[:, None]
+            tl.store(dinitial_ptr + corner, ahead, mask=(kept < J - 1)[:, None] & there[None, :])

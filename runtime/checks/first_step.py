@@ -74,7 +74,7 @@ class FirstStep:
         return base_digests(self.live.model, self.live.parameters, self.trainer.router_biases())
 
     def _whole_fits(self) -> bool:
-        parameters = sum(torch.Size(owned.shape).numel() for owned in self.live.parameters.values())
+        parameters = sum(torch.Size(shape).numel() for shape in self.live.files.names.shapes.values())
         needed, free = parameters * DTYPES[self.base].itemsize, available_host_bytes()
         fits = needed <= WHOLE_MODEL_SHARE * free
         say(

@@ -1,8 +1,8 @@
 """By layer, where the plain model does not fit one process: each kind of layer with its real weights.
 
-The sharded layer runs on rank 0's first micro-batch, its inputs and output are kept, and a single-process layer of
-transformers with the whole weights runs on the same inputs. Then the same upstream gradient goes back through both and
-the adapters' gradients are compared by their norm.
+The sharded layer runs on rank 0's first micro-batch, its inputs, its output and the experts it chose are kept, and a
+single-process layer of transformers with the whole weights runs on the same inputs with the same experts. Then the same
+upstream gradient goes back through both and the adapters' gradients are compared by their norm.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoints.build import build_from_config
+from shardwright.checkpoints.precision import keep_stored_fp32
 from shardwright.checkpoints.reader import ShardReader
 from shardwright.runtime.agree import on_first_rank
 from shardwright.runtime.batch import as_batch
-from shardwright.runtime.checks.compare import LOSS_TOLERANCE, NORM_TOLERANCE, relative
+from shardwright.runtime.checkpointing import routed
+from shardwright.runtime.checks.compare import LOSS_TOLERANCE, NORM_TOLERANCE, ROUTES_TOLERANCE, relative
 from shardwright.runtime.load.decode import read_base
 from shardwright.runtime.lora.init import initial_box
 from shardwright.runtime.lora.inject import adapter_names, adapter_shapes
@@ -24,6 +26,7 @@ from shardwright.runtime.losses import logits_of
 from shardwright.runtime.ownership import sum_copies
 from shardwright.runtime.parallelize import DTYPES, decoder_layers
 from shardwright.runtime.reference import add_plain_lora
+from shardwright.runtime.routing import Routes
 from shardwright.runtime.segments import Bounds, bounds_of, keep_apart, segments
 from shardwright.runtime.train import Trainer
 from shardwright.schemas.run import CheckResult
@@ -77,7 +80,8 @@ def _compare(
 ) -> CheckResult:
     base = trainer.recipe.precision.base
     trainer.optimizer.clear()
-    with segments(bounds):
+    routes = Routes()
+    with segments(bounds), routed(routes):
         ours = _output(layer(*args, **kwargs))
     upstream = torch.randn(ours.shape, generator=torch.Generator().manual_seed(0)).to(ours)
     ours.backward(upstream if trainer.ranks.rank == 0 else torch.zeros_like(upstream))
@@ -87,20 +91,24 @@ def _compare(
     norm = trainer.optimizer.global_norm(mine)
     trainer.optimizer.clear()
 
-    def plain() -> tuple[float, float]:
-        with segments(bounds):
+    def plain() -> tuple[float, float, Routes]:
+        with segments(bounds), routed(repeated := routes.again()):
             theirs, plain_norm = _plain_layer(trainer, name, args, kwargs, upstream)
         error = (ours.detach().float() - theirs.float()).abs().max() / theirs.float().abs().max()
-        return float(error), plain_norm
+        repeated.made.clear()
+        return float(error), plain_norm, repeated
 
-    error, plain_norm = on_first_rank(plain)
+    error, plain_norm, repeated = on_first_rank(plain)
     norm_error = relative(norm, plain_norm)
     return CheckResult(
         stage="load",
         name=f"layer-equal:{name}",
-        passed=error <= LOSS_TOLERANCE[base] and norm_error <= NORM_TOLERANCE[base],
+        passed=error <= LOSS_TOLERANCE[base]
+        and norm_error <= NORM_TOLERANCE[base]
+        and repeated.differing_share <= ROUTES_TOLERANCE[base],
         evidence=f"output of {name} differs from the plain layer's by {error:.1e} of its largest value, adapter "
-        f"gradient norm {norm:.6g} against {plain_norm:.6g} ({norm_error:.1e})",
+        f"gradient norm {norm:.6g} against {plain_norm:.6g} ({norm_error:.1e}); "
+        f"{repeated.differing} of {repeated.compared} experts chosen otherwise",
         scope="by_layer",
     )
 
@@ -116,12 +124,13 @@ def _plain_layer(
     files, decision = trainer.live.files, trainer.plan.decision
     device, dtype = trainer.device.torch_device, DTYPES[decision.recipe.precision.base]
     model = build_from_config(files.config, dtype)
+    keep_stored_fp32(model, files.names, files.headers)
     layer = model.get_submodule(name)
     with ShardReader(files.folder, files.headers) as reader:
         for leaf, value in list(layer.named_parameters()):
             owner = layer.get_submodule(leaf.rpartition(".")[0])
-            read = read_base(reader, files.names, f"{name}.{leaf}", tuple(value.shape))
-            owner._parameters[leaf.rpartition(".")[2]] = nn.Parameter(read.to(device, dtype), requires_grad=False)
+            read = read_base(reader, files.names, f"{name}.{leaf}", tuple(value.shape), device=device)
+            owner._parameters[leaf.rpartition(".")[2]] = nn.Parameter(read.to(device, value.dtype), requires_grad=False)
         for leaf, buffer in list(layer.named_buffers()):
             owner = layer.get_submodule(leaf.rpartition(".")[0])
             read = read_base(reader, files.names, f"{name}.{leaf}", tuple(buffer.shape))

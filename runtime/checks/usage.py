@@ -36,7 +36,7 @@ def held_bytes(
     """Component → bytes of this rank's tensors; each storage counts once.
 
     Args:
-        model: its buffers count as ``buffers``; packed stacks among them as ``frozen_base``.
+        model: its buffers count as ``buffers``.
         parameters: of the model as this rank holds them.
         states: the optimizer's, one mapping for each adapter.
     """
@@ -53,11 +53,8 @@ def held_bytes(
         add("adapter_parameters" if owned.adapter else "frozen_base", owned.local())
         if owned.adapter:
             add("adapter_gradients", owned.local_grad())
-    for module in model.modules():
-        packed = getattr(module, "packing", None) is not None
-        for name, buffer in module.named_buffers(recurse=False):
-            stack = packed and name.endswith(("_values", "_scales"))
-            add("frozen_base" if stack else "buffers", buffer)
+    for buffer in model.buffers():
+        add("buffers", buffer)
     for state in states:
         for value in state.values():
             add("optimizer_state", value)

@@ -1,12 +1,13 @@
 """Rows to the ranks of their experts and back: all-to-all with uneven splits.
 
-Legend: T tokens of this rank, K experts per token, E experts, L = E / ep local experts, N rows received, H hidden.
+Legend: T tokens of this rank, K experts per token, E experts, L = E / ep local experts, N rows received, P of them with
+their experts' padding (P = N where the plan pads nothing), H hidden.
 Every rank of the EP group issues the same collectives in forward and backward, with zero rows too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ class Route:
         counts: [E] rows that this rank sends to each expert.
         send, receive: rows to and from each EP rank.
         by_expert: [N] order that groups received rows by local expert; ``None`` where they are grouped already.
-        sizes: rows of each local expert, on the host.
+        sizes: rows of each local expert, its padding included, on the host.
         local_counts: [L] the same on the device.
+        place: [N] where each received row lies among the P padded ones; ``None`` where nothing is padded.
     """
 
     order: Tensor
@@ -36,6 +38,7 @@ class Route:
     by_expert: Tensor | None
     sizes: list[int]
     local_counts: Tensor
+    place: Tensor | None = None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -101,34 +104,65 @@ def route_of(
     sizes = [sum(column) for column in zip(*coming, strict=True)]
     by_expert = None
     if local > 1:
-        expert_of_row = torch.arange(local, device=flat.device).repeat(ep).repeat_interleave(arriving.reshape(-1))
+        of_part = torch.arange(local, device=flat.device).repeat(ep)
+        expert_of_row = of_part.repeat_interleave(arriving.reshape(-1), output_size=sum(sizes))
         by_expert = torch.argsort(expert_of_row, stable=True)
     send, receive = [sum(row) for row in leaving], [sum(row) for row in coming]
     return Route(order, counts, send, receive, by_expert, sizes, arriving.sum(0))
 
 
-def dispatch(
-    hidden: Tensor, route: Route, top_k: int, group: dist.ProcessGroup | None, weights: Tensor | None = None
-) -> Tensor:
-    """[T, H] → [N, H], grouped by local expert; multiplied by weights [T, K] first, where they are given."""
-    rows = hidden[route.order // top_k]
-    if weights is not None:
-        rows = rows * weights.reshape(-1, 1)[route.order].to(rows.dtype)
-    if not route.send or group is None:
-        return rows
-    rows = _AllToAll.apply(rows, route.send, route.receive, group)
+def padded(route: Route, multiple: int) -> Route:
+    """The route whose local experts each get a multiple of rows; an expert without rows stays without.
+
+    The rows between are zeros that no token sent: their products are dropped, and their gradients are zero.
+    """
+    if multiple == 1:
+        return route
+    sizes = [-(-size // multiple) * multiple for size in route.sizes]
+    counts = (route.local_counts + multiple - 1) // multiple * multiple
+    further = (counts.cumsum(0) - counts) - (route.local_counts.cumsum(0) - route.local_counts)
+    total = sum(route.sizes)
+    place = torch.arange(total, device=counts.device)
+    place += further.repeat_interleave(route.local_counts, output_size=total)
+    if route.by_expert is not None:
+        place = place[inverse(route.by_expert)]
+    return replace(route, by_expert=None, sizes=sizes, local_counts=counts, place=place)
+
+
+def grouped(rows: Tensor, route: Route) -> Tensor:
+    """[N, H] as they came → [P, H] by local expert, padded as the route says."""
+    if route.place is not None:
+        return rows.new_zeros((sum(route.sizes), *rows.shape[1:])).index_put_((route.place,), rows)
     return rows if route.by_expert is None else rows[route.by_expert]
 
 
+def as_they_came(rows: Tensor, route: Route) -> Tensor:
+    """[P, H] by local expert → [N, H], what :func:`grouped` undoes."""
+    if route.place is not None:
+        return rows[route.place]
+    return rows if route.by_expert is None else rows[inverse(route.by_expert)]
+
+
+def dispatch(
+    hidden: Tensor, route: Route, top_k: int, group: dist.ProcessGroup | None, weights: Tensor | None = None
+) -> Tensor:
+    """[T, H] → [P, H], grouped by local expert; multiplied by weights [T, K] first, where they are given."""
+    rows = hidden[route.order // top_k]
+    if weights is not None:
+        rows = rows * weights.reshape(-1, 1)[route.order].to(rows.dtype)
+    if route.send and group is not None:
+        rows = _AllToAll.apply(rows, route.send, route.receive, group)
+    return grouped(rows, route)
+
+
 def combine(rows: Tensor, route: Route, weights: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[N, H] back to their tokens, weighted and summed: [T, H].
+    """[P, H] back to their tokens, weighted and summed: [T, H].
 
     The sum over K runs in the promoted dtype of rows and weights, in a fixed order.
     """
     tokens, top_k = weights.shape
+    rows = as_they_came(rows, route)
     if route.send and group is not None:
-        if route.by_expert is not None:
-            rows = rows[inverse(route.by_expert)]
         rows = _AllToAll.apply(rows, route.receive, route.send, group)
     rows = rows[inverse(route.order)].view(tokens, top_k, rows.shape[-1])
     return (rows * weights.unsqueeze(-1)).sum(dim=1).to(rows.dtype)

@@ -46,6 +46,8 @@ def whole_layer(module: nn.Module, name: str, decision: FusionDecision) -> Forwa
     experts, activation, layout = _bound(module, name, decision)
     if experts.ep != 1:
         raise _refused(name, f"moe_layer needs all experts on one rank; ep is {experts.ep}")
+    if experts.padding > 1:
+        raise _refused(name, f"the plan pads rows to {experts.padding}; moe_layer takes them where they are")
     op = OPERATORS["moe_layer"].load_op()
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class GroupedLoraLinear(torch.autograd.Function):
             inner = run.rows(x, lora_a.mT, sizes)
             run.add_rows(y, inner, lora_b.mT, sizes, scaling)
         if bias is not None:
-            y += bias.repeat_interleave(torch.tensor(sizes, device=x.device), dim=0)
+            y += bias.repeat_interleave(torch.tensor(sizes, device=x.device), dim=0, output_size=x.shape[0])
         ctx.save_for_backward(x if lora_a is not None else None, weight, lora_a, lora_b, inner)
         ctx.sizes, ctx.scaling, ctx.in_out, ctx.run = sizes, scaling, in_out, run
         return y

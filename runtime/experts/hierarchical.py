@@ -10,6 +10,7 @@ sent, Q received, M choices that stay in this node, H hidden.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from shardwright.runtime.experts.dispatch import combine, dispatch, plan_route, send_rows
+from shardwright.runtime.experts.dispatch import combine, dispatch, padded, plan_route, send_rows
 from shardwright.runtime.experts.overlap import COMPUTE, Compute, Flight, finish, start
 
 
@@ -88,6 +89,7 @@ def in_two_stages(
     *,
     chunks: int = 1,
     weigh_inputs: bool = False,
+    padding: int = 1,
     meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
     """[T, H], [T, K], [T, K] → [T, H].
@@ -98,28 +100,32 @@ def in_two_stages(
         num_experts: E over all ranks.
         chunks: pieces of the tokens, of which one crosses nodes while another is spread in its node and computed.
         weigh_inputs: routing weights multiply what an expert gets, not what it gives.
+        padding: multiple of rows that each local expert gets of each chunk.
         meanwhile: work of this rank that needs no routed row, done while rows cross between nodes.
     """
     trips = _leave(hidden, top_k_index, top_k_weights, nodes, num_experts // nodes.count, chunks)
     if meanwhile is not None:
         meanwhile()
-    homes: list[tuple[_Trip, Flight, Tensor]] = []
-    for trip in trips:
+    homes: deque[tuple[int, Tensor, Tensor, Flight]] = deque()
+    while trips:
+        trip = trips.popleft()
         rows = finish(trip.rows, trip.flight)
         back = Flight(trip.flight.receive, trip.flight.send, nodes.across)
         with record_function(COMPUTE):
-            there = _inside(rows, trip, compute, nodes, num_experts // nodes.count, weigh_inputs)
-        homes.append((trip, back, start(there, back)))
+            there = _inside(rows, trip, compute, nodes, num_experts // nodes.count, weigh_inputs, padding)
+        homes.append((trip.tokens, trip.token, start(there, back), back))
+        del trip, rows, there
     sums = []
-    for trip, back, there in homes:
+    while homes:
+        tokens, token, there, back = homes.popleft()
         home = finish(there, back)
-        sums.append(home.new_zeros((trip.tokens, hidden.shape[1])).index_add(0, trip.token, home))
+        sums.append(home.new_zeros((tokens, hidden.shape[1])).index_add(0, token, home))
     return torch.cat(sums)
 
 
 def _leave(
     hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, nodes: Nodes, per_node: int, chunks: int
-) -> list[_Trip]:
+) -> deque[_Trip]:
     """Start stage one of all chunks, with one exchange of counts and one copy to the host for all."""
     goes = torch.zeros((hidden.shape[0], nodes.count), dtype=torch.bool, device=hidden.device)
     parts = goes.scatter_(1, top_k_index // per_node, True).tensor_split(chunks)
@@ -127,7 +133,7 @@ def _leave(
     coming = torch.empty_like(leaving)
     dist.all_to_all_single(coming, leaving, group=nodes.across)
     send, receive = torch.stack((leaving, coming)).transpose(1, 2).tolist()
-    trips = []
+    trips: deque[_Trip] = deque()
     for place, (part, tokens, index, weights) in enumerate(
         zip(
             parts,
@@ -144,11 +150,13 @@ def _leave(
     return trips
 
 
-def _inside(rows: Tensor, trip: _Trip, compute: Compute, nodes: Nodes, per_node: int, weigh_inputs: bool) -> Tensor:
+def _inside(
+    rows: Tensor, trip: _Trip, compute: Compute, nodes: Nodes, per_node: int, weigh_inputs: bool, padding: int
+) -> Tensor:
     """Stage two: [Q, H] to their experts' ranks in this node and back, summed by row."""
     row, choice = (trip.choices // per_node == nodes.node).nonzero(as_tuple=True)
     local = (trip.choices[row, choice] - nodes.node * per_node).unsqueeze(1)
-    route = plan_route(local, per_node, nodes.size, nodes.within)
+    route = padded(plan_route(local, per_node, nodes.size, nodes.within), padding)
     given = trip.weights[row, choice].unsqueeze(1)
     there = dispatch(rows[row], route, 1, nodes.within, given if weigh_inputs else None)
     back = combine(compute(there, route), route, torch.ones_like(given) if weigh_inputs else given, nodes.within)

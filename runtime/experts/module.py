@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwright.checkpoints.layouts import ExpertLayout
 from shardwright.runtime.experts.balance import LoadMeter, rows_of_experts
 from shardwright.runtime.experts.dense_block import is_dense
-from shardwright.runtime.experts.dispatch import Route, combine, dispatch
+from shardwright.runtime.experts.dispatch import Route, combine, dispatch, padded
 from shardwright.runtime.experts.dispatch import plan_route as plan_route
 from shardwright.runtime.experts.grouped import GroupedLoraLinear
 from shardwright.runtime.experts.hierarchical import Nodes, in_two_stages
@@ -50,6 +50,7 @@ class LoraExperts(nn.Module):
         meanwhile: work that needs no routed row, done while rows travel (``experts/shared.py``).
         packing: how the stacks stay packed; ``None`` where they are plain parameters.
         weigh_inputs: routing weights multiply what an expert gets, not what it gives.
+        padding: multiple of rows that each local expert gets, zeros added behind those that were routed to it.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class LoraExperts(nn.Module):
         chunks: int = 1,
         nodes: Nodes | None = None,
         slots: Slots | None = None,
+        padding: int = 1,
     ) -> None:
         super().__init__()
         check_call(original, name)
@@ -93,7 +95,7 @@ class LoraExperts(nn.Module):
             parameter = nn.Parameter(torch.empty(shape, dtype=value.dtype, device=value.device), requires_grad=False)
             self.register_parameter(stack, parameter)
         self.name, self.layout, self.ep, self.group, self.meter = name, layout, ep, group, meter
-        self.chunks, self.nodes = chunks, nodes
+        self.chunks, self.nodes, self.padding = chunks, nodes, padding
         self.scalings: dict[str, float] = {}
         self.weigh_inputs = is_dense(original)
         self.meanwhile: Callable[[], None] | None = None
@@ -110,7 +112,7 @@ class LoraExperts(nn.Module):
         return self.exchanged(hidden_states, top_k_index, top_k_weights, self.products)
 
     def products(self, rows: Tensor, route: Route) -> Tensor:
-        """[N, H] rows of the local experts, grouped → [N, H]: both products and the activation."""
+        """[P, H] rows of the local experts, grouped → [P, H]: both products and the activation."""
         up = self._product(rows, self.layout.up, route.sizes)
         return self._product(self.activate(up), self.layout.down, route.sizes)
 
@@ -130,6 +132,7 @@ class LoraExperts(nn.Module):
                 self.num_places,
                 chunks=self.chunks,
                 weigh_inputs=self.weigh_inputs,
+                padding=self.padding,
                 meanwhile=self.meanwhile,
             )
         if self.group is not None and (self.chunks > 1 or self.meanwhile is not None):
@@ -143,21 +146,19 @@ class LoraExperts(nn.Module):
                 ep=self.ep,
                 group=self.group,
                 weigh_inputs=self.weigh_inputs,
+                padding=self.padding,
                 meanwhile=self.meanwhile,
             )
             if self.places is None:
                 self.meter.add(self.name, counts)
             return out
-        route = plan_route(top_k_index, self.num_places, self.ep, self.group)
+        route = padded(plan_route(top_k_index, self.num_places, self.ep, self.group), self.padding)
         if self.places is None:
             self.meter.add(self.name, route.counts)
         top_k = top_k_index.shape[-1]
-        if self.weigh_inputs:
-            rows = dispatch(hidden, route, top_k, self.group, top_k_weights)
-            top_k_weights = torch.ones_like(top_k_weights)
-        else:
-            rows = dispatch(hidden, route, top_k, self.group)
-        return combine(compute(rows, route), route, top_k_weights, self.group)
+        before, after = (top_k_weights, torch.ones_like(top_k_weights)) if self.weigh_inputs else (None, top_k_weights)
+        # In one expression: no name keeps rows that the next call is done with.
+        return combine(compute(dispatch(hidden, route, top_k, self.group, before), route), route, after, self.group)
 
     def activate(self, up: Tensor) -> Tensor:
         """The family's own activation of the first product: [N, F] → [N, I]."""

@@ -1,21 +1,23 @@
 """Dispatch, experts and combine in pieces, so that one piece travels while another is computed.
 
 The tokens of a micro-batch are cut into chunks. All dispatches are started at once; each chunk's experts run when its
-rows are there, and its way back starts at once; the sums wait at the end. An exchange is two nodes of the graph: one
-starts it, one waits. Backward turns them round: the waiting node starts the gradient's exchange, the starting node
-waits for it. Nodes run in the reverse order of their making, so all gradients of combines are under way before the
-first chunk's experts run backward, and no gradient of a dispatch is waited for before all experts are done.
+rows are there, and its way back starts at once; the sums wait at the end. What a chunk has used is let go: alive are
+all rows on one way, there or back, and one chunk's own copies. An exchange is two nodes of the graph: one starts it,
+one waits. Backward turns them round: the waiting node starts the gradient's exchange, the starting node waits for it.
+Nodes run in the reverse order of their making, so all gradients of combines are under way before the first chunk's
+experts run backward, and no gradient of a dispatch is waited for before all experts are done.
 
 Work that needs no routed row, such as a shared expert, runs between the start of the dispatches and the first wait; its
 nodes stand between theirs, so its backward runs while the gradients of the dispatches travel.
 
 On CUDA the exchanges run on the collective library's own stream, on the CPU in gloo's threads.
-Legend: T tokens of this rank, C chunks, K experts per token, E experts, L = E / ep local experts, N rows received, H
-hidden.
+Legend: T tokens of this rank, C chunks, K experts per token, E experts, L = E / ep local experts, P rows received and
+their experts' padding, H hidden.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +28,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from shardwright.runtime.experts.balance import rows_of_experts
-from shardwright.runtime.experts.dispatch import Route, inverse, route_of
+from shardwright.runtime.experts.dispatch import Route, as_they_came, grouped, inverse, padded, route_of
 
 COMPUTE, WAIT = "experts:compute", "experts:wait"
 """Names in a profile: a chunk's products, and the host's waits for exchanges."""
@@ -131,21 +133,23 @@ def in_chunks(
     ep: int,
     group: dist.ProcessGroup,
     weigh_inputs: bool,
+    padding: int = 1,
     meanwhile: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """[T, H], [T, K], [T, K] → [T, H] and the rows [E] that this rank sent.
 
     Args:
-        compute: rows [N, H] of the local experts, grouped, → [N, H].
+        compute: rows [P, H] of the local experts, grouped, → [P, H].
         chunks: C; all ranks have the same.
         weigh_inputs: routing weights multiply what an expert gets, not what it gives.
+        padding: multiple of rows that each local expert gets of each chunk.
         meanwhile: work of this rank that needs no routed row, done while all dispatches are under way.
     """
     parts = top_k_index.tensor_split(chunks)
-    routes = plan_routes(parts, num_experts, ep, group)
+    routes = [padded(route, padding) for route in plan_routes(parts, num_experts, ep, group)]
     top_k = top_k_index.shape[-1]
     weights = top_k_weights.tensor_split(chunks)
-    out_there: list[tuple[Tensor, Flight]] = []
+    out_there: deque[tuple[Tensor, Flight]] = deque()
     for tokens, given, route in zip(hidden.tensor_split(chunks), weights, routes, strict=True):
         rows = tokens[route.order // top_k]
         if weigh_inputs:
@@ -154,17 +158,16 @@ def in_chunks(
         out_there.append((start(rows, flight), flight))
     if meanwhile is not None:
         meanwhile()
-    coming_back: list[tuple[Tensor, Flight]] = []
-    for route, (rows, flight) in zip(routes, out_there, strict=True):
-        rows = finish(rows, flight)
+    coming_back: deque[tuple[Tensor, Flight]] = deque()
+    for route in routes:
+        rows = finish(*out_there.popleft())
         with record_function(COMPUTE):
-            grouped = rows if route.by_expert is None else rows[route.by_expert]
-            done = compute(grouped, route)
-            done = done if route.by_expert is None else done[inverse(route.by_expert)]
+            done = as_they_came(compute(grouped(rows, route), route), route)
         back = Flight(route.receive, route.send, group)
         coming_back.append((start(done, back), back))
+        del rows, done
     sums = []
-    for given, route, (rows, flight) in zip(weights, routes, coming_back, strict=True):
-        rows = finish(rows, flight)[inverse(route.order)].view(*given.shape, hidden.shape[-1])
+    for given, route in zip(weights, routes, strict=True):
+        rows = finish(*coming_back.popleft())[inverse(route.order)].view(*given.shape, hidden.shape[-1])
         sums.append((rows.sum(1) if weigh_inputs else (rows * given.unsqueeze(-1)).sum(1)).to(hidden.dtype))
     return torch.cat(sums), torch.stack([route.counts for route in routes]).sum(0)

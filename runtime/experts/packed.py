@@ -1,8 +1,9 @@
 """Expert stacks that stay packed in device memory: MXFP4 groups and fp8 blocks as the files have them.
 
-A stack ``P`` is two buffers, ``P_values`` and ``P_scales``, in the form that the packed operator reads
-(``kernels/packed_experts/storage.py``), out before in whatever the family's own order. Here each expert is decoded when
-its rows are multiplied and forgotten afterwards; on CUDA the plan may put the operator in this place.
+A stack ``P`` is two frozen parameters, ``P_values`` and ``P_scales``, in the form that the packed operator reads
+(``kernels/packed_experts/storage.py``), out before in whatever the family's own order. FSDP cuts and gathers them as
+the bytes that they are. Here each expert is decoded when its rows are multiplied and forgotten afterwards; on CUDA the
+plan may put the operator in this place.
 Legend: N rows grouped by expert, L local experts, i in features, o out features, r rank, s scaling.
 """
 
@@ -21,7 +22,7 @@ from shardwright.checkpoints.reader import ShardReader
 from shardwright.kernels.packed_experts.reference import dequantise_reference
 from shardwright.kernels.packed_experts.storage import PackedStack, fp8_stack, mxfp4_stack
 from shardwright.runtime.experts.grouped import rows_product
-from shardwright.runtime.experts.placement import runs_of
+from shardwright.runtime.experts.placement import Slots, runs_of
 from shardwright.runtime.load.decode import GROUP, fp8_codes, mxfp4_codes
 from shardwright.schemas.errors import CheckFailed, CheckpointError, LegalityError
 
@@ -29,26 +30,25 @@ Packing = Literal["mxfp4", "fp8"]
 STORED: dict[str, tuple[str, ...]] = {"mxfp4": ("mxfp4", "gpt-oss-mxfp4"), "fp8": ("fp8-block",)}
 """Format in memory → formats in files that it can be kept from."""
 BLOCK = 128
+VALUES, SCALES = "_values", "_scales"
+"""Endings of a packed stack's two parameters."""
+ROW_DIM: dict[str, int] = {"mxfp4": 2, "fp8": 1}
+"""The dim of the scales in which rows of the weight follow each other; that of the values is 1."""
 
 
-def packed_experts_of(
-    names: NameMap, stacks: dict[str, tuple[str, ...]], base_format: str, shard: int
-) -> dict[str, Packing]:
+def packed_experts_of(names: NameMap, stacks: dict[str, tuple[str, ...]], base_format: str) -> dict[str, Packing]:
     """Experts module → how its stacks stay packed, as the plan's ``base_format`` says.
 
     Args:
         names: which file tensors fill which parameters.
         stacks: experts module → its stacks' full names.
         base_format: ``compute`` keeps nothing packed.
-        shard: FSDP degree of expert stacks.
 
     Raises:
-        LegalityError: ``base-format`` where the files do not have that format, or FSDP would cut the stacks.
+        LegalityError: ``base-format`` where the files do not have that format.
     """
     if base_format not in STORED:
         return {}
-    if shard > 1:
-        raise _refused(f"expert stacks sharded {shard} ways would be gathered as numbers", "choose shard 1 and more ep")
     found: dict[str, Packing] = {}
     for module, parameters in stacks.items():
         formats = {names.logical(piece.tensor).format for name in parameters for piece in names.pieces(name)}
@@ -60,7 +60,7 @@ def packed_experts_of(
 
 
 def register_stack(module: nn.Module, stack: str, shape: tuple[int, int, int], packing: Packing) -> None:
-    """Uninitialised buffers for a stack [L, o, i], on meta.
+    """Uninitialised parameters for a stack [L, o, i], on meta.
 
     Raises:
         LegalityError: ``base-format`` for sizes that are not whole blocks.
@@ -75,39 +75,68 @@ def register_stack(module: nn.Module, stack: str, shape: tuple[int, int, int], p
     else:
         values = torch.empty((L, N, K), dtype=torch.float8_e4m3fn, device="meta")
         scales = torch.empty((L, N // BLOCK, K // BLOCK), dtype=torch.float32, device="meta")
-    module.register_buffer(f"{stack}_values", values)
-    module.register_buffer(f"{stack}_scales", scales)
+    for part, value in ((VALUES, values), (SCALES, scales)):
+        module.register_parameter(f"{stack}{part}", nn.Parameter(value, requires_grad=False))
 
 
-def stack_of(module: Any, stack: str, expert: int | None = None) -> PackedStack:
-    """A module's packed stack, or one expert of it."""
-    values, scales = getattr(module, f"{stack}_values"), getattr(module, f"{stack}_scales")
-    if expert is not None:
-        values, scales = values[expert : expert + 1], scales[expert : expert + 1]
-    return PackedStack(values, scales, module.packing)
+def stack_of(module: Any, stack: str) -> PackedStack:
+    """A module's packed stack."""
+    return PackedStack(getattr(module, f"{stack}{VALUES}"), getattr(module, f"{stack}{SCALES}"), module.packing)
 
 
-def load_stack(module: Any, stack: str, name: str, reader: ShardReader, names: NameMap, layout: ExpertLayout) -> None:
-    """Fill a packed stack with this rank's experts, bit for bit.
+def packed_names(module: Any) -> tuple[str, ...]:
+    """Stacks of a module that stay packed; none of a module whose stacks are numbers."""
+    return () if module.packing is None else (module.layout.up, module.layout.down)
+
+
+def cut_dims(module: Any, shards: int) -> dict[nn.Parameter, int]:
+    """Packed parameter → the dim on which FSDP cuts it, values and scales of a stack at the same places.
+
+    Experts while each rank gets one, else rows of whole blocks where they divide, else experts again, of which some
+    ranks then hold none.
+    """
+    found: dict[nn.Parameter, int] = {}
+    for stack in packed_names(module):
+        held = stack_of(module, stack)
+        L, N, _ = held.shape
+        rows = N if held.kind == "mxfp4" else N // BLOCK
+        within = shards > L and rows % shards == 0
+        found[held.values] = 1 if within else 0  # type: ignore[index]
+        found[held.scales] = ROW_DIM[held.kind] if within else 0  # type: ignore[index]
+    return found
+
+
+def load_stack(
+    held: PackedStack,
+    experts: Slots,
+    rows: tuple[int, int],
+    name: str,
+    reader: ShardReader,
+    names: NameMap,
+    layout: ExpertLayout,
+) -> None:
+    """Fill this rank's part of a packed stack, bit for bit; only its bytes are read.
+
+    Args:
+        held: values and scales as this rank keeps them, [l, n, K].
+        experts: number of each of the l experts.
+        rows: first and last of the n rows in the whole matrix [o, i].
+        name: full name of the stack.
 
     Raises:
         CheckpointError: ``packed-layout`` where a file tensor does not hold whole blocks in rows of out × in.
         CheckFailed: ``nan-weights``.
     """
-    L, N, _ = (int(size) for size in getattr(module, f"{stack}_values").shape)
-    numbers = range(module.first, module.first + L)
-    held = tuple(numbers if module.slots is None else (module.slots[place] for place in numbers))
-    K = getattr(module, f"{stack}_scales").shape[1 if module.packing == "mxfp4" else 2]
-    K *= 2 * GROUP if module.packing == "mxfp4" else BLOCK
+    L, N, K = held.shape
     in_out = layout.order == "in_out"
-    matrix = ((0, K), (0, N)) if in_out else ((0, N), (0, K))
-    mxfp4 = module.packing == "mxfp4"
+    matrix = ((0, K), rows) if in_out else (rows, (0, K))
+    mxfp4 = held.kind == "mxfp4"
     values = torch.empty((L, N, K // 2) if mxfp4 else (L, N, K), dtype=torch.uint8)
     scales = torch.empty(
         (L, N, K // GROUP) if mxfp4 else (L, N // BLOCK, K // BLOCK), dtype=torch.uint8 if mxfp4 else torch.float32
     )
     row, column = (2, 1) if in_out else (1, 2)
-    boxes: list[tuple[int, Box]] = [(place, ((first, stop), *matrix)) for place, first, stop in runs_of(held)]
+    boxes: list[tuple[int, Box]] = [(place, ((first, stop), *matrix)) for place, first, stop in runs_of(experts)]
     for (place, box), whole in itertools.product(boxes, names.pieces(name)):
         piece = intersect(whole, box)
         if piece is None:
@@ -122,11 +151,11 @@ def load_stack(module: Any, stack: str, name: str, reader: ShardReader, names: N
         if not mxfp4 and logical.block[-2:] != (BLOCK, BLOCK):
             raise _layout(name, piece)
         part = (mxfp4_codes if mxfp4 else fp8_codes)(reader, logical, piece.source)
-        (first, stop), rows = piece.target[0], piece.target[row]
-        experts, extent = slice(place + first, place + stop), stop - first
+        (first, stop), lines = piece.target[0], piece.target[row]
+        filled, extent = slice(place + first, place + stop), stop - first
         bytes_, scale = (one.reshape(extent, *one.shape[-2:]) for one in part)
-        values[experts, slice(*rows)] = bytes_.view(torch.uint8)
-        scales[experts, slice(*(rows if mxfp4 else (rows[0] // BLOCK, rows[1] // BLOCK)))] = scale
+        values[filled, slice(*lines)] = bytes_.view(torch.uint8)
+        scales[filled, slice(*(lines if mxfp4 else (lines[0] // BLOCK, lines[1] // BLOCK)))] = scale
     if bool((scales == 255).any() if mxfp4 else (~torch.isfinite(scales)).any()):
         raise CheckFailed(
             "nan-weights",
@@ -135,8 +164,8 @@ def load_stack(module: Any, stack: str, name: str, reader: ShardReader, names: N
             next_action="fetch this shard again; if its hash is right, the checkpoint itself is damaged",
         )
     packed = mxfp4_stack(values, scales) if mxfp4 else fp8_stack(values.view(torch.float8_e4m3fn), scales)
-    getattr(module, f"{stack}_values").copy_(packed.values)
-    getattr(module, f"{stack}_scales").copy_(packed.scales)
+    held.values.copy_(packed.values)
+    held.scales.copy_(packed.scales)
 
 
 class PackedLoraLinear(torch.autograd.Function):
@@ -163,7 +192,7 @@ class PackedLoraLinear(torch.autograd.Function):
             inner = run.rows(x, lora_a.mT, sizes)
             run.add_rows(y, inner, lora_b.mT, sizes, scaling)
         if bias is not None:
-            y += bias.repeat_interleave(torch.tensor(sizes, device=x.device), dim=0)
+            y += bias.repeat_interleave(torch.tensor(sizes, device=x.device), dim=0, output_size=x.shape[0])
         ctx.save_for_backward(x if lora_a is not None else None, lora_a, lora_b, inner)
         ctx.stack, ctx.sizes, ctx.scaling, ctx.run = stack, sizes, scaling, run
         return y

@@ -27,9 +27,17 @@ def is_packed(names: NameMap, parameter: str) -> bool:
 
 
 def read_base(
-    reader: ShardReader, names: NameMap, parameter: str, shape: tuple[int, ...], box: Box | None = None
+    reader: ShardReader,
+    names: NameMap,
+    parameter: str,
+    shape: tuple[int, ...],
+    box: Box | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """A base parameter or the part of it inside ``box``: in its stored dtype, or bf16 where it is packed.
+
+    Args:
+        device: where packed weights are decoded, and where they then are; the host unless told.
 
     Raises:
         CheckpointError: as :func:`read_parameter`; ``packed-weights`` for a packing whose scales are not known.
@@ -37,20 +45,20 @@ def read_base(
     if not is_packed(names, parameter):
         return read_parameter(reader, names.reads(parameter), shape, box)
     wanted = whole_box(shape, box, where=parameter)
-    out = torch.empty([stop - start for start, stop in wanted], dtype=DECODED)
+    out = torch.empty([stop - start for start, stop in wanted], dtype=DECODED, device=device)
     for whole in names.pieces(parameter):
         piece = intersect(whole, wanted)
         if piece is None:
             continue
         order = [axis for axis in piece.axes if axis is not None]
-        value = decoded(reader, names.logical(piece.tensor), piece.source).permute(order)
+        value = decoded(reader, names.logical(piece.tensor), piece.source, device).permute(order)
         place = tuple(slice(start, stop) for start, stop in piece.target)
         out[place] = value.reshape([stop - start for start, stop in piece.target])
     return out
 
 
-def decoded(reader: ShardReader, logical: LogicalTensor, box: Box) -> Tensor:
-    """The bf16 values of a logical tensor inside ``box``.
+def decoded(reader: ShardReader, logical: LogicalTensor, box: Box, device: torch.device | None = None) -> Tensor:
+    """The bf16 values of a logical tensor inside ``box``; blocks of MXFP4 and fp8 are decoded on ``device``.
 
     Raises:
         CheckpointError: ``packed-weights`` and as the codecs.
@@ -67,7 +75,8 @@ def decoded(reader: ShardReader, logical: LogicalTensor, box: Box) -> Tensor:
             next_action="fetch the whole checkpoint, or dequantise it to bf16 first",
         )
     outer = aligned(box, logical)
-    value = _fp8(reader, logical, outer) if logical.format == "fp8-block" else _mxfp4(reader, logical, outer)
+    decode = _fp8 if logical.format == "fp8-block" else _mxfp4
+    value = decode(reader, logical, outer, device)
     inner = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(box, outer, strict=True))
     return value[inner]
 
@@ -107,12 +116,13 @@ def fp8_codes(reader: ShardReader, logical: LogicalTensor, box: Box) -> tuple[Te
     return values, scale.float()
 
 
-def _mxfp4(reader: ShardReader, logical: LogicalTensor, box: Box) -> Tensor:
-    return mxfp4_codec.decode(*mxfp4_codes(reader, logical, box), DECODED)
+def _mxfp4(reader: ShardReader, logical: LogicalTensor, box: Box, device: torch.device | None) -> Tensor:
+    blocks, scales = mxfp4_codes(reader, logical, box)
+    return mxfp4_codec.decode(blocks.to(device), scales.to(device), DECODED)
 
 
-def _fp8(reader: ShardReader, logical: LogicalTensor, box: Box) -> Tensor:
-    values, scale = fp8_codes(reader, logical, box)
+def _fp8(reader: ShardReader, logical: LogicalTensor, box: Box, device: torch.device | None) -> Tensor:
+    values, scale = (part.to(device) for part in fp8_codes(reader, logical, box))
     for dim, block in enumerate(logical.block):
         if scale.shape[dim] > 1:
             scale = scale.repeat_interleave(block, dim).narrow(dim, 0, values.shape[dim])

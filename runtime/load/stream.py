@@ -13,12 +13,13 @@ from shardwright.checkpoints.build import rebuild_buffers, state_shapes, tied_na
 from shardwright.checkpoints.headers import Headers
 from shardwright.checkpoints.names import NameMap
 from shardwright.checkpoints.reader import ShardReader
+from shardwright.kernels.packed_experts.storage import PackedStack
 from shardwright.runtime.device import Device, peak_host_bytes
 from shardwright.runtime.experts.module import LoraExperts
-from shardwright.runtime.experts.packed import load_stack
+from shardwright.runtime.experts.packed import SCALES, VALUES, load_stack, packed_names
 from shardwright.runtime.load.decode import read_base
 from shardwright.runtime.lora.init import initial_box
-from shardwright.runtime.ownership import owned_parameters
+from shardwright.runtime.ownership import Owned, owned_parameters
 from shardwright.schemas.errors import CheckFailed, CheckpointError
 from shardwright.schemas.run import LoadFacts
 
@@ -65,27 +66,18 @@ def load_weights(
     began = time.monotonic()
     tensors = 0
     with ShardReader(folder, headers) as reader, torch.no_grad():
-        for name, owned in owned_parameters(model).items():
-            if any(start >= stop for start, stop in owned.box):
+        parameters = owned_parameters(model)
+        packed = _packed_stacks(model)
+        for name, owned in parameters.items():
+            if any(start >= stop for start, stop in owned.box) or name.removesuffix(SCALES) in packed:
                 continue
-            if owned.adapter:
-                parts = [initial_box(lora_seed, name, owned.shape, box) for box in owned.parts()]
+            if (stack := name.removesuffix(VALUES)) in packed:
+                _load_packed(stack, packed[stack], parameters, reader, names)
             else:
-                parts = [read_base(reader, names, name, owned.shape, box) for box in owned.parts()]
-                for part in parts:
-                    check_finite(name, part, names)
-            start = 0
-            for part in parts:
-                owned.local()[start : start + len(part)].copy_(part)
-                start += len(part)
+                _fill(owned, reader, names, lora_seed)
             tensors += 1
             if progress is not None:
                 progress(reader.bytes_read, tensors, time.monotonic() - began)
-        for name, module in model.named_modules():
-            if isinstance(module, LoraExperts) and module.packing is not None:
-                for stack in (module.layout.up, module.layout.down):
-                    load_stack(module, stack, f"{name}.{stack}", reader, names, module.layout)
-                    tensors += 1
         for name in _persistent_buffers(model):
             value = read_base(reader, names, name, tuple(model.get_buffer(name).shape))
             check_finite(name, value, names)
@@ -99,12 +91,41 @@ def load_weights(
     )
 
 
+def _fill(owned: Owned, reader: ShardReader, names: NameMap, lora_seed: int) -> None:
+    """One parameter of this rank; what was read is forgotten before more is."""
+    start = 0
+    for box in owned.parts():
+        if owned.adapter:
+            part = initial_box(lora_seed, owned.name, owned.shape, box)
+        else:
+            part = read_base(reader, names, owned.name, owned.shape, box)
+            check_finite(owned.name, part, names)
+        owned.local()[start : start + len(part)].copy_(part)
+        start += len(part)
+        del part
+
+
+def _packed_stacks(model: nn.Module) -> dict[str, LoraExperts]:
+    """Full name of each stack that stays packed → its module."""
+    return {
+        f"{name}.{stack}": module
+        for name, module in model.named_modules()
+        if isinstance(module, LoraExperts)
+        for stack in packed_names(module)
+    }
+
+
+def _load_packed(
+    name: str, module: LoraExperts, parameters: dict[str, Owned], reader: ShardReader, names: NameMap
+) -> None:
+    values, scales = (parameters[f"{name}{part}"] for part in (VALUES, SCALES))
+    held = PackedStack(values.local(), scales.local(), module.packing)  # type: ignore[arg-type]
+    load_stack(held, values.numbers, values.box[1], name, reader, names, module.layout)
+
+
 def _persistent_buffers(model: nn.Module) -> list[str]:
-    """Buffers that the files hold; those of packed stacks are filled with their experts."""
+    """Buffers that the files hold."""
     own = {name for name, _ in model.named_parameters()}
-    for prefix, module in model.named_modules():
-        if isinstance(module, LoraExperts):
-            own.update(f"{prefix}.{name}" for name, _ in module.named_buffers(recurse=False))
     return [name for name in state_shapes(model) if name not in own]
 
 

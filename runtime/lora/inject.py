@@ -56,6 +56,7 @@ def inject(
     chunks: int = 1,
     nodes: Nodes | None = None,
     slots: tuple[Slots, ...] = (),
+    padding: int = 1,
 ) -> None:
     """Freeze the base; put local experts and adapters in place.
 
@@ -71,6 +72,7 @@ def inject(
         chunks: pieces in which experts exchange their rows.
         nodes: of the EP group, where rows travel in two stages.
         slots: the expert in each place of each MoE layer, in the model's order; empty where the plan places none.
+        padding: multiple of rows that each local expert gets.
 
     Raises:
         LegalityError: ``target-missing`` when the plan names a weight that the model lacks,
@@ -95,6 +97,7 @@ def inject(
         experts = LoraExperts(
             *(original, name, layout, ranks.sizes.ep, ranks.ep_rank, group, meter, packing, chunks, nodes),
             slots=placed.get(name) if group is not None else None,
+            padding=padding,
         )
         for target in by_module.pop(name, []):
             _adapt_stack(experts, dict(original.named_parameters(recurse=False)), target, dtype)

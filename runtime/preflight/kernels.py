@@ -15,7 +15,8 @@ def unbuilt(plan: AdaptationPlan, device: Device) -> tuple[str, ...]:
     The first rank of a machine compiles, at every configuration that ships or was tuned; the others find nothing and
     meet it again where findings are gathered.
     """
-    ops = sorted({one.op for one in plan.decision.fusions if one.provider == "shardwright" and not one.rejected})
+    fusions = [one for one in plan.decision.fusions if one.provider == "shardwright" and not one.rejected]
+    ops = sorted({op for one in fusions for op in (one.op, *one.beside)})
     if device.kind != "cuda" or not ops or os.environ.get("LOCAL_RANK", "0") != "0":
         return ()
     try:

@@ -1,7 +1,6 @@
 """Format of the frozen base in device memory: the recipe's, or packed as the files hold it.
 
-The search never quantises: a packed format is legal only where the checkpoint is stored in it. What runs keeps a packed
-expert whole on its rank: blocks are not cut over ``shard``.
+The search never quantises: a packed format is legal only where the checkpoint is stored in it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ STORED = {"fp8-block": "fp8", "mxfp4": "mxfp4", "gpt-oss-mxfp4": "mxfp4"}
 
 
 def _choices(context: SearchContext, draws: Draws) -> tuple[str, ...]:
-    if context.cluster.device.type == "cpu" or (draws["shard"] > 1 and not context.explore):
+    if context.cluster.device.type == "cpu":
         return ("compute",)
     packed = {STORED[one.format] for one in context.profile.packing if one.format in STORED}
     return ("compute", *sorted(packed))

@@ -11,9 +11,7 @@ def _choices(context: SearchContext, draws: Draws) -> tuple[int, ...]:
     """Degrees up to the domain: the ring of keys and values stays off the network cards."""
     left = context.world // draws["pp"]
     return tuple(
-        d
-        for d in divisors(left)
-        if d == 1 or (d <= context.domain and context.sequence_tokens % (2 * d) == 0 and not context.has_linear)
+        d for d in divisors(left) if d == 1 or (d <= context.domain and context.sequence_tokens % (2 * d) == 0)
     )
 
 
@@ -21,9 +19,6 @@ def _check(context: SearchContext, strategy: ParallelStrategy) -> tuple[Violatio
     cp, tokens = strategy.mesh.cp, context.sequence_tokens
     if cp == 1:
         return ()
-    if context.has_linear:
-        message = f"cp {cp}: linear attention carries a state along the sequence, which the ring does not pass on"
-        return (Violation(rule="context-needs-attention", message=message, nearest_legal=("1",)),)
     if tokens % (2 * cp) == 0:
         return ()
     legal = tuple(d for d in divisors(tokens) if tokens % (2 * d) == 0) or (1,)

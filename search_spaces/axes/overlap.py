@@ -1,4 +1,7 @@
-"""What runs while routed rows travel: the experts of another chunk of rows, or the layer's shared expert."""
+"""What runs while routed rows travel: the experts of another chunk of rows, or the layer's shared expert, or both.
+
+``shared`` in more than one chunk (``overlap_chunks``) is both.
+"""
 
 from __future__ import annotations
 

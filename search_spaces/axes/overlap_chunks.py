@@ -5,9 +5,12 @@ from __future__ import annotations
 from shardwright.search_spaces.axes.base import Axis, Draws, among
 from shardwright.search_spaces.context import SearchContext
 
+CHUNKS = {"none": (1,), "chunked": (2, 4, 8), "shared": (1, 2, 4, 8)}
+"""By what the exchange is overlapped with; the shared expert lies under all chunks' dispatches."""
+
 
 def _choices(context: SearchContext, draws: Draws) -> tuple[int, ...]:
-    return (2, 4, 8) if draws["overlap"] == "chunked" else (1,)
+    return CHUNKS[draws["overlap"]]
 
 
 AXIS = Axis(

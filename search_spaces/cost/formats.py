@@ -1,7 +1,8 @@
 """Packed formats of the frozen base: bytes per value kept and gathered, and what unpacking needs.
 
-``fp8``: every layer weight at one byte and a scale per 128 × 128 block. ``mxfp4``: routed experts at four
-bits and a scale byte per 32 values. The search offers a format only where the files already hold it.
+Routed experts alone stay packed; everything else is decoded at load. ``fp8``: one byte a value and a scale per
+128 × 128 block. ``mxfp4``: four bits and a scale byte per 32 values. The search offers a format only where the files
+already hold it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,6 @@ FP8_BYTES = 1.0 + 4.0 / (128 * 128)
 MXFP4_BYTES = 0.5 + 1.0 / 32
 
 
-def dense_bytes(work: Workload, plans: Plans) -> Array:
-    """Stored bytes per value of a layer's other weights."""
-    return np.where(plans.format == FORMATS.index("fp8"), FP8_BYTES, float(work.base_bytes))
-
-
 def expert_bytes(work: Workload, plans: Plans) -> Array:
     """Stored bytes per value of a routed expert's weights."""
     return np.select(
@@ -30,14 +26,20 @@ def expert_bytes(work: Workload, plans: Plans) -> Array:
     )
 
 
-def dequantised_bytes(work: Workload, layer: LayerWork, plans: Plans, rows: Array) -> Array:
-    """One layer unpacked for computing: ``b·N`` of what is packed on this rank; 0 where nothing is.
+def gathered_adapter_bytes(work: Workload, plans: Plans) -> Array:
+    """Bytes per value of an expert adapter in FSDP's gather: the compute dtype, beside packed stacks its own.
 
-    Experts: only where a rank's rows an expert reach what makes a decoded copy pay; below it they are decoded tile by
-    tile (``kernels/packed_experts``) or one expert at a time.
+    FSDP casts a whole unit or nothing of it, and codes must not be cast.
+    """
+    return np.where(plans.format > 0, float(work.adapter_bytes), float(work.base_bytes))
+
+
+def dequantised_bytes(work: Workload, layer: LayerWork, plans: Plans, rows: Array) -> Array:
+    """One layer's experts unpacked for computing: ``b·N`` of what is packed on this rank; 0 where nothing is.
+
+    Only where a rank's rows an expert reach what makes a decoded copy pay; below it they are decoded tile by tile
+    (``kernels/packed_experts``) or one expert at a time.
     """
     held = work.profile.shape.num_experts / plans.ep
     copied = (plans.format > 0) & (rows >= DEQUANTISE_ROWS * held)
-    experts = np.where(copied, layer.expert_parameters / (plans.ep * plans.expert_tp), 0.0)
-    dense = np.where(plans.format == FORMATS.index("fp8"), layer.dense_parameters / plans.tp, 0.0)
-    return work.base_bytes * (experts + dense)
+    return work.base_bytes * np.where(copied, layer.expert_parameters / (plans.ep * plans.expert_tp), 0.0)

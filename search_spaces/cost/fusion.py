@@ -72,9 +72,12 @@ EXPERT_OPERATORS = ("moe_layer", "grouped_lora_mlp", "packed_experts")
 
 
 def operator_of(decision: FusionDecision) -> str:
-    """A decision's operator: its op, else its pattern, with underscores; all expert kernels are ``experts``."""
+    """A decision's operator: its op, else its pattern, with underscores; all expert kernels are ``experts``, a
+    rotation alone ``rope``, whatever computes it."""
     if decision.op in EXPERT_OPERATORS:
         return "experts"
+    if decision.pattern == "rope":
+        return "rope"
     return (decision.pattern if decision.op in ("", "-") else decision.op).replace("-", "_")
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright.schemas.ops import OpCost, PassCost
+from shardwright.search_spaces.cost import context
 from shardwright.search_spaces.cost.activations import chunks_of, unfused_chunks
 from shardwright.search_spaces.cost.compute import ATTENTION_BACKWARD, Rates
 from shardwright.search_spaces.cost.formats import dequantised_bytes
@@ -67,7 +68,7 @@ def layer_time(
     """All compute terms of one layer."""
     terms = {
         "dense_linears": _dense(work, layer, plans, rates, tokens),
-        "attention": _attention(work, layer, rates, fused, tokens),
+        "attention": _attention(work, layer, plans, rates, fused, tokens),
         "norms": _norms(work, rates, fused, tokens),
         "residual_and_rotary": _elementwise(work, layer, rates, fused, tokens),
         "adapters": _adapters(work, layer, rates, fused, tokens, rows),
@@ -123,10 +124,13 @@ def _chunks_s(work: Workload, rates: Rates, tokens: Array) -> Pair:
     return rates.traffic_s(square * forward), rates.traffic_s(square * (backward + each * chunks))
 
 
-def _attention(work: Workload, layer: LayerWork, rates: Rates, fused: FusedProviders, tokens: Array) -> Pair:
+def _attention(
+    work: Workload, layer: LayerWork, plans: Plans, rates: Rates, fused: FusedProviders, tokens: Array
+) -> Pair:
     """Flops per token, causal: softmax 2·S·n·d; latent S·n·(d_qk + d_v); linear 8·d·n·d, unfused by its traffic.
 
-    Sparse: 2·min(S, k)·n·(2·r_kv + d_r) in the absorbed form, and the indexer's S·n_I·d_I.
+    Sparse: 2·min(S, k)·n·(2·r_kv + d_r) in the absorbed form, and the indexer's S·n_I·d_I. Where a sequence is cut over
+    ranks also ``context.further_flops``.
     """
     shape, sequence = work.profile.shape, work.recipe.batch.sequence_tokens
     if layer.kind.attention == "none":
@@ -145,7 +149,10 @@ def _attention(work: Workload, layer: LayerWork, rates: Rates, fused: FusedProvi
     else:
         per_token = 2.0 * sequence * work.query_width
     once = rates.attention_s(tokens * per_token, float(sequence))
-    return once, ATTENTION_BACKWARD * once
+    if not np.any(plans.cp > 1):
+        return once, ATTENTION_BACKWARD * once
+    further, again = (rates.gemm_s(flops, 0.0, tokens) for flops in context.further_flops(work, layer, plans, tokens))
+    return once + further, ATTENTION_BACKWARD * once + again
 
 
 def _norms(work: Workload, rates: Rates, fused: FusedProviders, tokens: Array) -> Pair:

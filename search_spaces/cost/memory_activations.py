@@ -13,7 +13,7 @@ import numpy as np
 
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.ops import EvidenceOrigin
-from shardwright.search_spaces.cost import activations
+from shardwright.search_spaces.cost import activations, context
 from shardwright.search_spaces.cost.fusion import FusedProviders
 from shardwright.search_spaces.cost.memory_terms import HOST_SHARE, KEPT, PASSES, Stage, Terms, rows_of
 from shardwright.search_spaces.cost.memory_weights import adapter_shard
@@ -102,8 +102,8 @@ def add_activations(
     terms.add("backward_workspace", backward, ("backward_peak",), formula)
     gathered = np.where(plans.tp > 1, 2 * tokens * plans.tp * work.base_bytes * work.hidden, 0.0)
     terms.add("gathered_tokens", gathered, PASSES, "2·b·H·T·t: a block's input and output over the TP group")
-    ring = np.where(plans.cp > 1, 4 * tokens * work.base_bytes * work.key_width, 0.0)
-    terms.add("context_buffers", ring, PASSES, "keys and values of two neighbours in the ring")
+    shared = most(context.held_bytes(work, layer, plans, tokens) for layer in work.layers)
+    terms.add("context_buffers", shared, PASSES, "keys and values of two neighbours, what is gathered, or states")
 
 
 def _gradients_in_backward(terms: Terms, work: Workload, plans: Plans, stage: Stage, saved: Array) -> None:
@@ -126,9 +126,8 @@ def add_dispatch(terms: Terms, work: Workload, plans: Plans) -> None:
     tokens = plans.tokens(work.recipe.batch.sequence_tokens)
     rows = rows_of(work, plans, tokens, MEMORY_QUANTILE)
     sent = tokens * work.profile.shape.experts_per_token
-    in_flight = np.minimum(1.0, 2 / plans.chunks)
-    size = in_flight * (sent + 2 * rows) * work.row_width * work.base_bytes
-    formula = "b·H·(T·K sent + R received + R reordered by expert), two chunks of it at most"
+    size = (sent + rows + rows / plans.chunks) * work.row_width * work.base_bytes
+    formula = "b·H·(T·K sent + R received + R/c_k of one chunk reordered by expert)"
     terms.add("dispatch_buffers", np.where(plans.ep > 1, size, 0.0), PASSES, formula)
 
 

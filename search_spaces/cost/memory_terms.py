@@ -98,5 +98,6 @@ def rows_of(work: Workload, plans: Plans, tokens: Array, quantile: float | None 
         work.loads,
         plans.balanced,
         plans.redundant,
+        plans.chunks,
     )
     return np.asarray(rows * plans.expert_tp)

@@ -11,23 +11,27 @@ import numpy as np
 
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.search_spaces.cost.communication import dense_group, shard_group
-from shardwright.search_spaces.cost.formats import dense_bytes, dequantised_bytes, expert_bytes
+from shardwright.search_spaces.cost.formats import dequantised_bytes, expert_bytes, gathered_adapter_bytes
 from shardwright.search_spaces.cost.gathers import gather_peaks, largest_unit, layer_order
 from shardwright.search_spaces.cost.memory_terms import ALL, HOST_SHARE, KEPT, PASSES, STEP, Stage, Terms, rows_of
 from shardwright.search_spaces.cost.plans import Array, Plans
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
 from shardwright.search_spaces.sharding import padding_factors
 
+WIDE_BYTES = 4
+"""A side tensor that stays fp32 beside a bf16 base; FSDP leaves it whole on every rank."""
+
 
 def gathered_layer_bytes(work: Workload, layer: LayerWork, plans: Plans) -> tuple[Array, Array]:
     """Bytes of one layer that are gathered: (non-expert over shard × ep × cp, experts over z).
 
-    Base as stored, adapters in the compute dtype. A group of one rank gathers nothing.
+    Base as stored, adapters in the compute dtype but beside packed experts. A group of one rank gathers nothing.
     """
     b, lora = work.base_bytes, layer.adapters
-    dense = (dense_bytes(work, plans) * layer.dense_parameters + b * lora.dense_parameters) / plans.tp
+    dense = b * (layer.dense_parameters + lora.dense_parameters) / plans.tp
     share = plans.ep * plans.expert_tp
-    experts = (expert_bytes(work, plans) * layer.expert_parameters + b * lora.expert_parameters) / share
+    adapters = gathered_adapter_bytes(work, plans) * lora.expert_parameters
+    experts = (expert_bytes(work, plans) * layer.expert_parameters + adapters) / share
     return np.where(plans.dense_shards > 1, dense, 0.0), np.where(plans.expert_shards > 1, experts, 0.0)
 
 
@@ -57,11 +61,14 @@ def add_static(terms: Terms, work: Workload, cluster: ClusterSpec, plans: Plans,
     """Frozen base, adapters, their gradients and optimizer state."""
     a = work.adapter_bytes
     dense_layers = work.dense_total - work.root_parameters
-    dense = dense_bytes(work, plans) * dense_layers * stage.layers + work.base_bytes * stage.root_parameters(work)
+    kept = work.profile.parameters.kept_float32 if work.base_bytes < WIDE_BYTES else 0
+    narrow = dense_layers * stage.layers + stage.root_parameters(work) - kept * stage.layers
+    dense = work.base_bytes * narrow
     experts = expert_base_bytes(work, plans, stage.layers)
     hosted = plans.offloads("frozen_experts")
-    base = dense / (plans.tp * plans.dense_shards) + np.where(hosted, 0.0, experts)
+    base = dense / (plans.tp * plans.dense_shards) + np.where(hosted, 0.0, experts) + WIDE_BYTES * kept * stage.layers
     formula = "w·(N_dense/(t·shard·e·cp) + N_experts·pad/(e·t_x·z)); no gradient, no optimizer state"
+    formula += "; side tensors in fp32 whole" if kept else ""
     terms.add("frozen_base", base, ALL, formula, always=True)
     room = HOST_SHARE * cluster.host.memory_bytes / cluster.devices_per_node
     terms.add(

@@ -108,13 +108,15 @@ def routed_rows(
     loads: Loads = (),
     balanced: Any = False,
     redundant: Any = 0,
+    chunks: Any = 1,
 ) -> Any:
     """Rows that the fullest rank computes: ``imbalance · T · K``, never divided by e, plus padding.
 
-    Padding adds at most ``padding − 1`` rows for each local expert; half of that is expected.
+    Padding adds at most ``padding − 1`` rows for each local expert (copies included) and chunk; half is expected.
     """
     if experts == 0:
         return np.zeros_like(np.asarray(ep, dtype=np.float64))[()]
     worst = rank_imbalance(tokens, experts_per_token, experts, ep, quantile, loads, balanced, redundant)
     rows = np.ceil(np.asarray(tokens) * experts_per_token * worst)
-    return (rows + np.ceil((np.asarray(padding) - 1) * (experts // np.asarray(ep)) / 2))[()]
+    local = experts // np.asarray(ep) + np.asarray(redundant)
+    return (rows + np.ceil((np.asarray(padding) - 1) * local * np.asarray(chunks) / 2))[()]

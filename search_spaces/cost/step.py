@@ -26,6 +26,7 @@ from shardwright.search_spaces.cost.communication import (
     shard_group,
 )
 from shardwright.search_spaces.cost.compute import Rates
+from shardwright.search_spaces.cost.context import exchanged_bytes, passes_in_ring
 from shardwright.search_spaces.cost.formats import expert_bytes
 from shardwright.search_spaces.cost.fusion import FusedProviders
 from shardwright.search_spaces.cost.layer_time import LayerTime, layer_time
@@ -142,7 +143,8 @@ class Step:
         self._head()
         self._gathers(layers)
         self._dispatch(layers)
-        self._tensor_and_context(layers)
+        self._tensor()
+        self._context(layers)
         self._host_copies(layers)
         self._pipeline()
         self._adapter_gradients()
@@ -267,27 +269,43 @@ class Step:
         formula = "chunks of an exchange behind the products of the chunk before; a dispatch behind the shared expert"
         self.add("expert_all_to_all_hidden", hidden, "hidden_communication", formula, origin)
 
-    def _tensor_and_context(self, layers: list[LayerTime]) -> None:
-        plans, b = self.plans, self.work.base_bytes
-        tensor, context = np.zeros(len(plans)), np.zeros(len(plans))
-        covered = np.zeros(len(plans))
+    def _tensor(self) -> None:
+        plans = self.plans
         ranks = group(plans.tp, 1, domain_devices(self.cluster))
-        whole = self.tokens * plans.tp * b * self.work.hidden
-        one = self.network.all_gather_s(whole, ranks)
-        stride = group(plans.cp, plans.tp, domain_devices(self.cluster))
-        keys = 2 * self.tokens * plans.tp * plans.cp * b * self.work.key_width / plans.tp
-        ring = self.network.all_gather_s(keys, stride)
-        for position, (layer, time) in enumerate(zip(self.work.layers, layers, strict=True)):
-            attention = time.terms["attention"]
+        one = self.network.all_gather_s(self.tokens * plans.tp * self.work.base_bytes * self.work.hidden, ranks)
+        seconds = np.zeros(len(plans))
+        for position, layer in enumerate(self.work.layers):
             for count, again in self.counts(position, layer):
-                tensor = tensor + count * (12 if again else 8) * one
-                for passes, compute in ((2 if again else 1, attention[0]), (2, attention[1] / 2)):
-                    shown, behind = split_s(ring, compute, self.cluster, 1)
-                    context, covered = context + count * passes * shown, covered + count * passes * behind
+                seconds = seconds + count * (12 if again else 8) * one
         formula = "4 gathers and 4 reduce-scatters of T·H·b per layer, half more where it is recomputed"
-        self.add("tensor_parallel", tensor, "exposed_communication", formula, self.network.origin("all_gather"))
-        self.add("context_ring", context, "exposed_communication", "keys and values around the ring; not hidden")
-        self.add("context_ring_hidden", covered, "hidden_communication", "keys and values behind attention")
+        self.add("tensor_parallel", seconds, "exposed_communication", formula, self.network.origin("all_gather"))
+
+    def _context(self, layers: list[LayerTime]) -> None:
+        """What the ranks of a sequence pass on: around a ring behind attention, or gathered before it."""
+        plans = self.plans
+        if not np.any(plans.cp > 1):
+            return
+        ranks = group(plans.cp, plans.tp, domain_devices(self.cluster))
+        gathered, exposed, covered = (np.zeros(len(plans)) for _ in range(3))
+        for position, (layer, time) in enumerate(zip(self.work.layers, layers, strict=True)):
+            sizes = exchanged_bytes(self.work, layer, plans, self.tokens)
+            passes = [
+                (self.network.all_gather_s(one, ranks), time.terms["attention"][i]) for i, one in enumerate(sizes)
+            ]
+            for count, again in self.counts(position, layer):
+                for times, (exchange, compute) in zip((2 if again else 1, 1), passes, strict=True):
+                    if passes_in_ring(self.work, layer):
+                        shown, behind = split_s(exchange, compute, self.cluster, 1)
+                        exposed, covered = exposed + count * times * shown, covered + count * times * behind
+                    else:
+                        gathered = gathered + count * times * exchange
+        origin = self.network.origin("all_gather")
+        formula = "compressed keys and values, or states [N | M] of all pieces, before attention"
+        self.add("context_gathers", gathered, "exposed_communication", formula, origin)
+        self.add(
+            "context_ring", exposed, "exposed_communication", "keys and values around the ring; not hidden", origin
+        )
+        self.add("context_ring_hidden", covered, "hidden_communication", "keys and values behind attention", origin)
 
     def _host_copies(self, layers: list[LayerTime]) -> None:
         plans = self.plans

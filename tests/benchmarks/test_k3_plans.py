@@ -21,18 +21,22 @@ def page() -> list[str]:
 
 def test_named_plans_stand_in_the_page(page: list[str]) -> None:
     for name in k3_plans.CLUSTERS:
-        for row in (*k3_plans.short_rows(name), k3_plans.long_row(name)):
+        for row in (*k3_plans.short_rows(name), k3_plans.long_row(name), k3_plans.long_row(name, k3_plans.CP)):
             assert row in page, AGAIN
-    assert all(line in page for line in f"{k3_plans.by_context()},".split("\n")), AGAIN
+    degrees = [k3_plans.long_row(k3_plans.DEGREES_ON, cp) for cp in k3_plans.DEGREES]
+    assert all(row in page for row in (*degrees, k3_plans.exchanged())), AGAIN
     tables = [line for line in page if line.startswith("| ") and not line.startswith(("| Devices", "| ---"))]
-    assert len(tables) == 4 * len(k3_plans.CLUSTERS)
+    assert len(tables) == 5 * len(k3_plans.CLUSTERS) + len(k3_plans.DEGREES)
 
 
 def test_what_no_gpu_runs_is_marked(page: list[str]) -> None:
     rows = [line for line in page if line.startswith(("| ascend-910b-8", "| cloudmatrix-384"))]
-    assert len(rows) == 8 and all("no: " in row and "device type npu" in row for row in rows)
+    assert len(rows) == 10 and all("no: " in row and "device type npu" in row for row in rows)
     long = page[page.index("## One million tokens of context") :]
-    assert all("no: tp = 32" in row for row in long if "tp32" in row)
+    for axis, plans in (("cp", len(k3_plans.CLUSTERS) + len(k3_plans.DEGREES)), ("tp", len(k3_plans.CLUSTERS))):
+        cut = [row for row in long if f"·{axis}" in row]
+        assert len(cut) == plans and all(f"| no: {axis} = " in row for row in cut)
+    assert any("·cp128" in row and ", fits |" in row for row in long), "a million tokens fit by context parallelism"
     assert sum(row.endswith("| yes |") for row in page) == 27, "three executable plans on each of nine GPU clusters"
 
 

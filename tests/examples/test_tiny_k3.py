@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,3 +62,15 @@ def test_it_is_adapted_end_to_end(k3: Path, tmp_path: Path) -> None:
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     patterns = {one["pattern"] for one in plan["evidence"]["proposals"]}
     assert {"rms_norm", "swiglu", "experts", "router", "latent_norm", "gated_rms_norm"} <= patterns
+
+
+@pytest.mark.slow
+def test_a_gpu_plan_finds_the_family_and_its_operators_equal_none(k3: Path, tmp_path: Path) -> None:
+    """The interpreter is chosen when kernels are imported, so it needs its own process."""
+    pytest.importorskip("triton", reason="kernels need triton")
+    file = Path(__file__).parent / "interpreted" / "checks_tiny_k3.py"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "TINY_K3": str(k3)}
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-q", f"--basetemp={tmp_path / 'inner'}"]
+    command = ["timeout", "-k", "5", "400", sys.executable, "-m", "pytest", str(file), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -341,6 +341,7 @@ def test_what_a_launcher_refuses_goes_through_triton_and_is_said(fake: FakeDrive
 
 
 def test_another_triton_binds_nothing() -> None:
-    assert bound.asked("1", "3.6.0") and not bound.asked("0", "3.6.0")
+    assert bound.asked("1", "3.6.0") and bound.asked(None, "3.6.0") and not bound.asked("0", "3.6.0")
+    assert not bound.asked(None, "3.9.0")
     with pytest.warns(RuntimeWarning, match=r"triton is 3\.9\.0"):
         assert not bound.asked("1", "3.9.0")

@@ -103,3 +103,23 @@ def test_memory_grows_no_faster_than_tokens() -> None:
         peaks.append(peak_bytes(run))
     assert peaks[1] <= 2.05 * peaks[0]
     assert peaks[1] < 8192 * H * 576 * 2 * 10
+
+
+def test_queries_past_two_to_the_31() -> None:
+    """32,768 queries of 128 heads hold 2³¹ values: the last ones give the bits that they give alone."""
+    tokens, heads, few = 32_768, 128, 8
+    sizes = ((tokens, heads, 512), (tokens, heads, 64), (tokens, 512), (tokens, 64))
+    torch.manual_seed(0)
+    parts = [torch.randn(size, device="cuda", dtype=torch.bfloat16) * 0.3 for size in sizes]
+    index = torch.arange(64, device="cuda", dtype=torch.int32).expand(tokens, 64).contiguous()
+    dy = torch.randn((tokens, heads, 512), device="cuda", dtype=torch.bfloat16)
+
+    def run(first: int) -> list[Tensor]:
+        own = [part[first:] if at < 2 else part for at, part in enumerate(parts)]
+        own = [part.detach().requires_grad_() for part in own]
+        bounds = bounds_of(tokens - first, "cuda", first_query=first)
+        o, _ = dsa_attention(*own, index[first:], scale=0.04, bounds=bounds, check_indices=False, deterministic=False)
+        dqn, dqr = torch.autograd.grad(o, own[:2], dy[first:])
+        return [o.detach()[-few:], dqn[-few:], dqr[-few:]]
+
+    assert all(torch.equal(whole, alone) for whole, alone in zip(run(0), run(tokens - few), strict=True))

@@ -70,9 +70,15 @@ def test_rows_and_gradients(hopper: bool, rank: int, order: str, kind: str, inte
         wide[0], counts, *(w.double() for w in stored), pairs[0], pairs[1], activation, layout
     )
     wanted = torch.autograd.grad(right, wide, dy.double())
-    for name, ours, truth in zip(("y", "dx", "a", "b", "c", "d"), (y, *found), (right, *wanted), strict=False):
-        error = float((ours.double() - truth).norm() / truth.norm())
-        assert error < 1.2e-2, (name, error)
+    plain = [leaf.detach().requires_grad_() for leaf in leaves]
+    pairs = [(plain[1], plain[2], 0.5), (plain[3], plain[4], 0.25)] if rank else [None, None]
+    eager = grouped_lora_mlp_reference(plain[0], counts, *stored, pairs[0], pairs[1], activation, layout)
+    others = torch.autograd.grad(eager, plain, dy)
+    names = ("y", "dx", "a", "b", "c", "d")
+    for name, ours, plainly, truth in zip(names, (y, *found), (eager, *others), (right, *wanted), strict=False):
+        error, allowed = (float((one.double() - truth).norm() / truth.norm()) for one in (ours, plainly))
+        # A clamp's gradient jumps: whoever rounds before it to bf16 puts some values on its other side.
+        assert error < max(1.2e-2, 1.1 * allowed), (name, error, allowed)
     assert not y[sum(COUNTS) :].any() and not found[0][sum(COUNTS) :].any()
 
 

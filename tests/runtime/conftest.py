@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import os
 import shutil
@@ -10,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -334,3 +337,28 @@ def make_qwen(tiny: Example, out: Path, experts: int) -> Example:
     for name in ("train.jsonl", "held_out.jsonl"):
         shutil.copy(tiny.data / name, out / name)
     return Example(out / "checkpoint", out)
+
+
+@pytest.fixture(scope="session")
+def packed_examples() -> ModuleType:
+    """``packed_examples.py`` beside this file."""
+    path = Path(__file__).with_name("packed_examples.py")
+    spec = importlib.util.spec_from_file_location("shardwright_tests_packed_examples", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def packed(
+    tiny: Example, packed_examples: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Example]:
+    """``packed("mxfp4", experts=2)``: a checkpoint of that packing beside the tiny example's data, built once."""
+
+    @functools.cache
+    def build(kind: str, experts: int = 4) -> Example:
+        example: Example = packed_examples.write(kind, experts, tiny, tmp_path_factory.mktemp(kind))
+        return example
+
+    return build

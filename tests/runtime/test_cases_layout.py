@@ -14,7 +14,6 @@ from torch import Tensor
 
 from shardwright.runtime.experts.grouped import ALIGNMENT_BYTES, GroupedLoraLinear
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
-from shardwright.search_spaces.executable import EXECUTABLE
 from shardwright.search_spaces.legality import GROUPED_GEMM_MULTIPLE
 
 BLOCK = 128
@@ -134,9 +133,8 @@ def test_a_rank_padded_with_zeros_says_the_same(rank: int) -> None:
     torch.testing.assert_close(wide, plain, rtol=0, atol=1e-12)
 
 
-def test_bf16_rows_of_experts_are_never_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """H3: 1, 3, 0 and 7 rows stay 11 rows; no plan that the runtime runs pads them."""
-    assert tuple(EXECUTABLE["expert_padding_tokens"].values) == (1,)
+def test_bf16_rows_of_experts_are_not_padded_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """H3: 1, 3, 0 and 7 rows stay 11 rows; only a plan that names a multiple pads them."""
     assert ParallelStrategy(mesh=Mesh()).expert_padding_tokens == 1
     sizes = [1, 3, 0, 7]
     x, weight, a, b = operands(sizes, 8, torch.bfloat16)

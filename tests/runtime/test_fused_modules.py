@@ -35,7 +35,7 @@ def decision(op: str, roles: dict[str, str], constants: dict[str, Any]) -> Fusio
     )
 
 
-@pytest.mark.parametrize("checks", ["checks_modules.py", "checks_experts.py"])
+@pytest.mark.parametrize("checks", ["checks_modules.py", "checks_experts.py", "checks_rotation.py"])
 def test_interpreted(tmp_path: Path, checks: str) -> None:
     """The interpreter is chosen when kernels are imported, so it needs its own process."""
     file = Path(__file__).parent / "interpreted" / checks

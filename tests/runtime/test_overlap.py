@@ -53,3 +53,34 @@ def test_the_shared_expert_lies_under_the_dispatch(tmp_path: Path, monkeypatch: 
         arrives = [one for one in timeline if one[2] == "_StartBackward"][-1]
         between = [one for one in timeline if leaves[1] <= one[0] and one[1] <= arrives[0] and one[2] == "MmBackward0"]
         assert len(between) == 2, "both products of the shared expert run backward while the gradient travels"
+
+
+FORWARD = {"_Start": "S", "experts:wait": "W", "experts:compute": "C", "experts:shared": "E"}
+BACKWARD = {"_FinishBackward": "F", "_StartBackward": "S", "GroupedLoraLinearBackward": "G", "MmBackward0": "M"}
+
+
+def order(timeline: list[tuple[float, float, str]], letters: dict[str, str]) -> str:
+    """The named events by start, a letter each."""
+    return "".join(letters[name] for _, _, name in timeline if name in letters)
+
+
+def test_chunks_travel_under_each_others_experts_and_the_shared_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three chunks: all dispatches leave, the shared expert runs, then each chunk is waited for, computed, sent home.
+
+    Backward mirrors it: the gradients of all three combines leave first, and the shared expert's two products run while
+    the gradients of all three dispatches travel.
+    """
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    overlap: Any = importlib.import_module("overlap")
+    assert overlap.measure(1024, 3, "under", 1, tmp_path)["exposed"] < 0.95
+    for rank in (0, 1):
+        timeline = spans(tmp_path / f"rank{rank}-chunks3under.json")
+        turn = next(start for start, _, name in timeline if name == "_FinishBackward")
+        assert order([one for one in timeline if one[0] < turn], FORWARD) == "SSS" + "E" + "WCS" * 3 + "WWW"
+        assert order(timeline, BACKWARD) == "FFF" + "SGGF" * 3 + "MM" + "SSS"
+        moving = [one for one in timeline if one[2].startswith("gloo:all_to_all")]
+        (shared,) = [one for one in timeline if one[2] == "experts:shared"]
+        assert len(moving) == 1 + 3 * 4 and moving[1][0] < shared[1], "a dispatch began before the shared expert ended"

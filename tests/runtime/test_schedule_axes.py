@@ -1,7 +1,8 @@
 """Values of the plan's schedule: each gives plain transformers' loss, norm and every adapter's gradient.
 
-Two stages of dispatch in one piece and in chunks, shared experts under the dispatch, some recomputed layers, gathers
-ahead, weights kept inside a node. All four-rank plans share one torchrun, on two nodes of two ranks.
+Two stages of dispatch in one piece and in chunks, shared experts under the dispatch, alone and of chunks, padded rows,
+some recomputed layers, gathers ahead, weights kept inside a node. All four-rank plans share one torchrun, on two nodes
+of two ranks.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 SHARED = {"overlap": "shared"}
 TWO_STAGES = {"ep": 4, "dispatch": "hierarchical"}
 CHUNKS = {"overlap": "chunked", "overlap_chunks": 3}
+BOTH = {"overlap": "shared", "overlap_chunks": 3}
 PLACED = {"expert_placement": "balanced"}
 ORDER, BACK = "5,0,7,2,1,6,3,4", "7,6,5,4,3,2,1,0"
 COPIES = "0,3,5,1,3,7,2,3,6,0,3,4"
@@ -96,6 +98,18 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "shared-recomputed": ("deepseek_v3", {"ep": 2, "shard": 2, **SHARED, "checkpointing": "full"}),
     "shared-latent": ("nemotron_h", {"ep": 2, "replicate": 2, **SHARED, "checkpointing": "full"}),
     "shared-weighed-before": ("llama4", {"ep": 4, **SHARED}),
+    "both": ("deepseek_v3", {"ep": 2, "shard": 2, **BOTH, "checkpointing": "full"}),
+    "both-latent": ("nemotron_h", {"ep": 4, **BOTH}),
+    "both-weighed-before": ("llama4", {"ep": 2, "replicate": 2, **BOTH}),
+    "both-two-stages": ("deepseek_v3", {**TWO_STAGES, **BOTH, "expert_padding_tokens": 8}),
+    "padded": ("deepseek_v3", {"ep": 2, "shard": 2, "expert_padding_tokens": 16, "checkpointing": "full"}),
+    "padded-weighed-before": ("llama4", {"ep": 2, "replicate": 2, "expert_padding_tokens": 8}),
+    "padded-alone": ("nemotron_h", {"ep": 4, "expert_padding_tokens": 3}),
+    "padded-two-stages": ("nemotron_h", {**TWO_STAGES, **CHUNKS, "expert_padding_tokens": 16}),
+    "padded-copies": (
+        "deepseek_v3",
+        {"ep": 4, **PLACED, "redundant_experts": 1, "expert_slots": (COPIES, COPIES), "expert_padding_tokens": 8},
+    ),
     "layers": ("deepseek_v3", {"ep": 2, "shard": 2, "checkpointing": "layers", "checkpointed_layers": (0, 2)}),
     "prefetch2": ("deepseek_v3", {"ep": 2, "shard": 2, "prefetch_depth": 2}),
     "prefetch4": ("llama4", {"shard": 4, "prefetch_depth": 4, "checkpointing": "full"}),
@@ -191,6 +205,17 @@ def test_two_stages_keep_gradients(name: str, lines: dict[str, str]) -> None:
 @pytest.mark.parametrize("name", [one for one in PLANS if one.startswith("shared")])
 def test_shared_under_dispatch_keeps_gradients(name: str, lines: dict[str, str]) -> None:
     assert "uneven 1" in lines[name] and worst(lines[name]) < 1e-5
+
+
+@pytest.mark.parametrize("name", [one for one in PLANS if one.startswith("both")])
+def test_chunks_with_a_shared_expert_keep_gradients(name: str, lines: dict[str, str]) -> None:
+    assert "uneven 1" in lines[name] and worst(lines[name]) < 1e-5
+
+
+@pytest.mark.parametrize("name", [one for one in PLANS if one.startswith("padded")])
+def test_padded_rows_keep_gradients(name: str, lines: dict[str, str]) -> None:
+    """Uneven routing and experts without a row, whose adapters ranks/families.py finds without a gradient."""
+    assert "uneven 1" in lines[name] and int(lines[name].split("empty ")[1]) > 0 and worst(lines[name]) < 1e-5
 
 
 def test_some_recomputed_layers_keep_gradients(lines: dict[str, str]) -> None:

@@ -94,9 +94,9 @@ def test_batch_axes_and_kernel_sources_are_verified(tiny: Any, make_job: Any, st
     wrong_batch = make_job(tiny, strategy(accumulation_steps=3))
     with pytest.raises(StalePlanError, match="sequences a step: the plan says 4, found 3"):
         verify_plan_against_world(wrong_batch.plan, tiny.checkpoint, tiny.data)
-    padded = make_job(tiny, strategy(expert_padding_tokens=16))
-    with pytest.raises(StalePlanError, match="expert_padding_tokens: the plan says 16, this runtime runs 1"):
-        verify_plan_against_world(padded.plan, tiny.checkpoint, tiny.data)
+    offloaded = make_job(tiny, strategy(offload="activations"))
+    with pytest.raises(StalePlanError, match="offload: the plan says activations, this runtime runs none, adapter"):
+        verify_plan_against_world(offloaded.plan, tiny.checkpoint, tiny.data)
     fusion = FusionDecision(
         proposal_id="p", pattern="rms_norm", variant="kernel", provider="shardwright", op="rms_norm",
         modules=("model.norm",), roles={"weight": "weight"}, constants={"eps": "0.00001"}, source_sha256="2" * 64,

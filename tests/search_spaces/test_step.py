@@ -261,6 +261,13 @@ def test_a_shared_expert_under_the_dispatch_hides_no_more_than_one_exchange(buil
     assert plain.get("expert_all_to_all_hidden", 0.0) == 0 < hidden <= plain["expert_all_to_all"] / 2
     assert under["expert_all_to_all"] < plain["expert_all_to_all"] - 0.8 * hidden
     assert found["shared"].time.step_ms < found["none"].time.step_ms
+    both = {}
+    for how, chunks in (("chunked", 4), ("shared", 4)):
+        strategy = ParallelStrategy(mesh=Mesh(ep=8), overlap=how, overlap_chunks=chunks)
+        assert violations(profile, recipe, cluster, strategy) == ()
+        both[how] = times(estimate(profile, recipe, cluster, strategy, build.targets_of(profile, rank=8)))
+    more = both["shared"]["expert_all_to_all_hidden"]
+    assert more > max(hidden, both["chunked"]["expert_all_to_all_hidden"]), "of chunks, the shared expert hides more"
     first = build.moe("qwen2_moe", **sizes, head_dim=128).model_copy(update={"shape": shape})
     refused = violations(first, recipe, cluster, ParallelStrategy(mesh=Mesh(ep=8), overlap="shared"))
     assert [one.rule for one in refused] == ["overlap-needs-exchange"], "this family wants its shared expert first"

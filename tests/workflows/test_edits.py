@@ -68,6 +68,24 @@ def test_what_is_not_named_follows_the_number_of_ranks(session, before, values, 
     assert completed(plan, values).mesh.text() == after
 
 
+@pytest.mark.parametrize(
+    ("before", "values", "after"),
+    [
+        (("none", 1), {"overlap_chunks": "4"}, ("chunked", 4)),
+        (("chunked", 4), {"overlap_chunks": "1"}, ("none", 1)),
+        (("shared", 1), {"overlap_chunks": "4"}, ("shared", 4)),
+        (("shared", 4), {"overlap_chunks": "1"}, ("shared", 1)),
+        (("shared", 4), {"overlap": "chunked"}, ("chunked", 2)),
+        (("chunked", 4), {"overlap": "shared"}, ("shared", 1)),
+        (("none", 1), {"overlap": "shared", "overlap_chunks": "8"}, ("shared", 8)),
+    ],
+)
+def test_overlap_and_its_chunks_follow_each_other(before, values, after) -> None:
+    strategy = ParallelStrategy(mesh=Mesh(), overlap=before[0], overlap_chunks=before[1])
+    found = edited(strategy, values)
+    assert (found.overlap, found.overlap_chunks) == after
+
+
 def test_a_rejection_survives_a_later_edit(session) -> None:
     before = session.plan.evidence.cost.time.step_ms
     session.reject("norm.good", "not trusted yet")

@@ -131,7 +131,7 @@ def finding(plan: AdaptationPlan, rule: str, **fields: object):
         ("require_measured/memory", None, {"require_measured": ["memory"]}),
         ("require_measured/time", None, {"require_measured": ["time"]}),
         ("allow_licences", None, {"allow_licences": ["apache-2.0"]}),  # the fake states none
-        ("allow_remote_code", {"allow_remote_code": False}, None),  # transformers builds it
+        ("allow_remote_code", {}, None),  # transformers builds it
     ],
 )
 def test_each_rule_passes_and_denies_by_itself(plan, rule, right, wrong) -> None:
@@ -146,8 +146,10 @@ def test_each_rule_passes_and_denies_by_itself(plan, rule, right, wrong) -> None
 def test_licence_and_remote_code_are_read_from_the_profile(plan) -> None:
     profile = plan.evidence.profile.model_copy(update={"licence": "apache-2.0", "transformers_class": False})
     other = AdaptationPlan.seal(plan.decision, plan.evidence.model_copy(update={"profile": profile}))
-    assert finding(other, "allow_licences", allow_licences=["apache-2.0"])[1].approves
-    assert finding(other, "allow_remote_code", allow_remote_code=False)[0].denies
+    assert finding(other, "allow_licences", allow_licences=["apache-2.0"])[0].passed
+    found, result = finding(other, "allow_remote_code")
+    assert found.denies and not result.approves, "a policy that says nothing of foreign code does not approve it"
+    assert finding(other, "max_memory_fraction", allow_remote_code=True)[1].approves
 
 
 def test_an_axis_that_does_not_exist_denies(plan) -> None:

@@ -188,9 +188,10 @@ def test_planned_pinned_verified_trained_and_exported(own: Path, ran: Path, tmp_
     assert code is not None and code.sha256 == sha256 and set(code.files) == {"configuration_own.py", "modeling_own.py"}
     assert "modeling_own.py" in plan_text(plan) and sha256 in plan_text(plan, 200)
     assert sha256 in str(pins_section(plan)) and plan.decision.architecture == "OwnForCausalLM"
-    denied = [one for one in evaluate(plan, Policy(allow_remote_code=False)).findings if one.denies]
+    denied = [one for one in evaluate(plan, Policy()).findings if one.denies]
     assert [one.rule for one in denied] == ["allow_remote_code"] and sha256 in denied[0].found
-    assert all(one.rule != "allow_remote_code" for one in evaluate(plan, Policy()).findings)
+    allowed = evaluate(plan, Policy(allow_remote_code=True)).findings
+    assert all(one.rule != "allow_remote_code" for one in allowed)
 
     run_dir = tmp_path / "run"
     run_dir.mkdir()

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.schemas.errors import CheckFailed
+from shardwright.schemas.run import WayTaken
 from shardwright.workflows.policy import evaluate
 from shardwright.workflows.report import svg
 from shardwright.workflows.report.html import html_plan, html_report
@@ -31,7 +32,7 @@ def record(finished):
 class Strict(HTMLParser):
     """Checks that tags nest, and collects what a page could load."""
 
-    VOID = {"meta", "br"}
+    VOID = {"meta", "br", "wbr"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,6 +89,22 @@ def test_both_reports_say_what_matters(finished, record) -> None:
             assert needed in text, needed
 
 
+def test_a_run_report_says_which_way_an_operator_ran_and_what_was_planned(finished, record) -> None:
+    assert "Ways taken" not in markdown_report(finished.plan, record)
+    way = WayTaken(
+        op="dsa",
+        path="dense",
+        row_tokens=1024,
+        modules=("layers.0.self_attn", "layers.1.self_attn"),
+        reason="no document is longer than the 2048 selected keys",
+        planned="rows of 1024 tokens run dense",
+    )
+    ran = record.model_copy(update={"ways": (way,)})
+    for text in (markdown_report(finished.plan, ran), html_report(finished.plan, ran)):
+        for needed in ("Ways taken", "1,024", "dense", way.reason, f"Planned: {way.planned}"):
+            assert needed in text, needed
+
+
 def test_reports_repeat_byte_for_byte(finished, record) -> None:
     for write in (markdown_report, html_report):
         assert write(finished.plan, record) == write(finished.plan, record)
@@ -136,7 +153,7 @@ def test_junit_has_a_case_for_each_rule_obligation_and_check(finished, record, a
     suites = {suite.get("name"): suite for suite in root}
     assert {name: (s.get("tests"), s.get("failures")) for name, s in suites.items()} == {
         "certificates": ("2", "0"),  # the unproved one is not installed, so it is no failure
-        "policy": ("3", "1"),
+        "policy": ("4", "1"),
         "checks": ("3", "0"),
         "run": ("1", "1"),
     }

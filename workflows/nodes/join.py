@@ -15,7 +15,7 @@ from shardwright.workflows.environment import tool_versions, worker_environment
 from shardwright.workflows.nodes.search import SearchArtifact
 from shardwright.workflows.planning import Inputs, assemble, join
 from shardwright.workflows.remote_code import pinned_code
-from shardwright.workflows.search_options import options_of, with_calibration
+from shardwright.workflows.search_options import options_of, with_calibration, with_loads
 
 NODE = "join"
 INPUTS = {"profile", "recipe", "cluster", "targets", "data", "graph", "proposals", "search", "advice"}
@@ -47,7 +47,9 @@ def run(context: Context, state: AdaptState) -> Output:
         joined = join(stages, profile, inputs.recipe, cluster, inputs.targets, proposals, found.best)
         advice = store.get(state["advice"], LlmAdvice).record if "advice" in state else None
         plan = assemble(inputs, joined, found.alternatives, found.record, found.explanation, advice)
-        return {"plan": context.keep_plan(with_calibration(plan, options_of(context.request.search).calibration))}
+        options = options_of(context.request.search)
+        plan = with_loads(with_calibration(plan, options.calibration), options.loads)
+        return {"plan": context.keep_plan(plan)}
 
     keys = {name: value for name, value in sorted(state.items()) if name in INPUTS and isinstance(value, str)}
     keys |= {} if context.request.search is None else {"options": sha256_of(context.request.search)}

@@ -14,6 +14,8 @@ from shardwright.workflows.report.plan_content import plan_document
 from shardwright.workflows.report.run_content import run_document
 
 STYLE = Path(__file__).with_name("report.css")
+_BREAK = re.compile(r"(?<=[:_+])(?=\w)")
+"""Where a long name in a narrow column may go on in the next line."""
 
 
 def html_report(plan: AdaptationPlan, record: RunRecord, approval: Approval | None = None) -> str:
@@ -88,13 +90,13 @@ def _table(table: Table) -> str:
 
 
 def _row(table: Table, row: tuple[str, ...], facts: bool) -> str:
-    cells = [
-        f'<th scope="row">{inline(text)}</th>'
-        if facts and index == 0
-        else f"<td{_align(table, index)}>{inline(text)}</td>"
-        for index, text in enumerate(row)
-        if index != table.prose
-    ]
+    cells = []
+    for index, text in enumerate(row):
+        if facts and index == 0:
+            cells.append(f'<th scope="row">{inline(text)}</th>')
+        elif index != table.prose:
+            shown = inline(text) if table.prose is None else _BREAK.sub("<wbr>", inline(text))
+            cells.append(f"<td{_align(table, index)}>{shown}</td>")
     if table.prose is None:
         return f"<tr>{''.join(cells)}</tr>"
     note = f'<tr class="prose"><td colspan="{len(cells)}">{inline(row[table.prose])}</td></tr>'

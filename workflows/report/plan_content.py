@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwright.schemas.fusion import FusionDecision, FusionProposal
+from shardwright.schemas.fusion import FusionDecision, FusionProposal, Variant
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.words import plural
 from shardwright.workflows.report.blocks import Block, Document, Heading, Table, Text
@@ -97,6 +97,30 @@ def gain_text(fusion: FusionDecision, proposal: FusionProposal | None) -> str:
     return f"{gain.speedup:.3g}× ({gain.origin}): {duration(gain.eager_ms)} → {duration(gain.time_ms)}"
 
 
+def ranked_providers(proposal: FusionProposal) -> str:
+    """Every provider of a region with its time and where that comes from, the fastest first, usable ones before others.
+
+    Of a provider with several variants the one proposed stands for it, else its fastest usable one.
+    """
+    best: dict[str, Variant] = {}
+    for variant in sorted(proposal.variants, key=lambda v: v.name != proposal.chosen):
+        best.setdefault(variant.provider, variant)
+
+    def place(variant: Variant) -> tuple[float, bool, bool, str]:
+        time_ms = variant.gain.time_ms if variant.gain else float("inf")
+        return time_ms, variant.rival, not variant.available, variant.provider
+
+    words = []
+    for variant in sorted(best.values(), key=place):
+        gain, shut = variant.gain, "" if variant.available else "not usable here"
+        shut = "not installable" if variant.rival else shut
+        said = ", ".join(word for word in (gain.origin if gain else "not ranked", shut) if word)
+        words.append(
+            f"{variant.provider} {duration(gain.time_ms)} ({said})" if gain else f"{variant.provider} ({said})"
+        )
+    return " · ".join(words)
+
+
 def fusion_section(plan: AdaptationPlan) -> Document:
     proposals = {p.id: p for p in plan.evidence.proposals}
     rows = []
@@ -128,6 +152,7 @@ def fusion_section(plan: AdaptationPlan) -> Document:
             )
     if not rows:
         return (Heading("Fusions"), Text("Structure parsing proposed none."))
+    ranking = tuple((f"`{p.id}`", ranked_providers(p)) for p in plan.evidence.proposals)
     obligations = tuple(
         (
             f"`{proposal.id}`",
@@ -142,6 +167,11 @@ def fusion_section(plan: AdaptationPlan) -> Document:
         Heading("Fusions"),
         Table(
             ("proposal", "instances", "provider", "certificate", "gain", "reason"), tuple(rows), numeric=(1,), prose=5
+        ),
+        Table(
+            ("proposal", "a call by each provider, the fastest first"),
+            ranking,
+            caption="Providers of every region, on this cluster's device",
         ),
         Table(
             ("proposal", "obligation", "status", "evidence"),

@@ -28,6 +28,7 @@ def run_document(plan: AdaptationPlan, record: RunRecord, approval: Approval | N
         *loss_section(record),
         *check_section(record),
         *preflight_section(record),
+        *ways_section(record),
         *adapter_section(plan, record),
         *approval_section(approval),
         *plan_document(plan),
@@ -174,6 +175,20 @@ def preflight_section(record: RunRecord) -> Document:
         (one.name, "✓ passed" if one.passed else "✗ failed", one.where, one.evidence) for one in record.preflight
     )
     return (Heading("Preflight"), Table(("test", "result", "where", "evidence"), rows, prose=3))
+
+
+def ways_section(record: RunRecord) -> Document:
+    """Which way operators with several ran, beside what the plan said; nothing where none is installed."""
+    if not record.ways:
+        return ()
+    rows = tuple(
+        (one.op, str(len(one.modules)), count(one.row_tokens), one.path, f"{one.reason}. Planned: {one.planned}")
+        for one in record.ways
+    )
+    return (
+        Heading("Ways taken"),
+        Table(("operator", "modules", "tokens a row", "ran", "because"), rows, numeric=(1, 2), prose=4),
+    )
 
 
 def adapter_section(plan: AdaptationPlan, record: RunRecord) -> Document:

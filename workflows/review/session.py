@@ -16,7 +16,7 @@ from shardwright.workflows.edits import answer_question, choose_variant, edit_ax
 from shardwright.workflows.report.units import change, duration, size
 from shardwright.workflows.request import load_request, request_path
 from shardwright.workflows.review.decisions import DecisionTable
-from shardwright.workflows.search_options import stages_for
+from shardwright.workflows.search_options import SearchOptions, loads_of, stages_for, stages_with
 from shardwright.workflows.stages import Stages
 
 
@@ -47,7 +47,8 @@ class ReviewSession:
         Raises:
             PlanError: the file is missing or was edited by hand.
         """
-        return cls(file, load_plan(file), log or log_beside(file), actor or person(), stages or _stages_beside(file))
+        plan = load_plan(file)
+        return cls(file, plan, log or log_beside(file), actor or person(), stages or _stages_beside(file, plan))
 
     def edit(self, values: dict[str, str], reason: str) -> str:
         """Change axes; returns what that did to the cost, in words."""
@@ -207,10 +208,12 @@ class ReviewSession:
         return read_log(self.log) if self.log.exists() else ()
 
 
-def _stages_beside(file: Path) -> Stages:
-    """The work that the plan's run asked for, so that an edit is priced as the plan was; the usual one elsewhere."""
+def _stages_beside(file: Path, plan: AdaptationPlan) -> Stages:
+    """The work that the plan's run asked for, so that an edit is priced as the plan was; elsewhere by its own loads."""
     beside = file.resolve().parent
-    return stages_for(load_request(beside)) if request_path(beside).is_file() else Stages()
+    if request_path(beside).is_file():
+        return stages_for(load_request(beside))
+    return stages_with(SearchOptions(loads=loads_of(plan)))
 
 
 def plan_copy(file: Path, plan: AdaptationPlan) -> Path:

@@ -7,7 +7,9 @@ from shardwright.agents.structure.patterns.add_rms_norm import AddRmsNorm
 from shardwright.agents.structure.patterns.attention_residual import AttentionResidual
 from shardwright.agents.structure.patterns.base import Match, Pattern
 from shardwright.agents.structure.patterns.delta_rule import DeltaRule
+from shardwright.agents.structure.patterns.delta_rule_layer import DeltaRuleLayer
 from shardwright.agents.structure.patterns.dsa import SparseLatentAttention
+from shardwright.agents.structure.patterns.dsa_pooled import PooledSparseAttention
 from shardwright.agents.structure.patterns.experts import Experts
 from shardwright.agents.structure.patterns.gate_up_merge import GateUpMerge
 from shardwright.agents.structure.patterns.gated_rms_norm import GatedRmsNorm
@@ -16,6 +18,7 @@ from shardwright.agents.structure.patterns.latent_norm import LatentNorm
 from shardwright.agents.structure.patterns.linear_cross_entropy import LinearCrossEntropy
 from shardwright.agents.structure.patterns.lora_linear import LoraLinear
 from shardwright.agents.structure.patterns.mla import Mla
+from shardwright.agents.structure.patterns.mla_gated import GatedLatentAttention
 from shardwright.agents.structure.patterns.qk_norm_rope import QkNormRope
 from shardwright.agents.structure.patterns.qkv_merge import QkvMerge
 from shardwright.agents.structure.patterns.rms_norm import RmsNorm
@@ -32,22 +35,23 @@ PATTERNS: tuple[Pattern, ...] = (
     Router(),
     LinearCrossEntropy(),
     QkNormRope(),
+    Rope(),
     GatedRmsNorm(),
     LatentNorm(),
     DeltaRule(),
+    DeltaRuleLayer(),
     SparseLatentAttention(),
+    PooledSparseAttention(),
     QkvMerge(),
     GateUpMerge(),
     SharedExpert(),
     LatentMoe(),
     Mla(),
+    GatedLatentAttention(),
     AttentionResidual(),
     Activation(),
     LoraLinear(),
 )
 """Proposed, in the order in which proposals are shown."""
 
-REGIONS: tuple[Pattern, ...] = (Rope(),)
-"""Recognised and certified, not proposed: no provider but eager is described for them."""
-
-__all__ = ["PATTERNS", "REGIONS", "Match", "Pattern"]
+__all__ = ["PATTERNS", "Match", "Pattern"]

@@ -30,7 +30,6 @@ class Activation(Pattern):
     version = 1
     title = "Activation"
     strided = ("gate",)
-    costed = False
 
     def find(self, captured: CapturedGraph, graph: CanonicalGraph) -> tuple[Match, ...]:
         if captured.kind.endswith(EXPERTS_SUFFIX):
@@ -75,4 +74,11 @@ class Activation(Pattern):
         )
 
     def cost_shape(self, match: Match, tokens: int) -> dict[str, int]:
-        return {"T": rows_per_token(match, "y") * tokens, "I": match.region.spec("y").shape[-1]}
+        spelled = [node.target for node in match.region.op_nodes]
+        return {
+            "T": rows_per_token(match, "y") * tokens,
+            "I": match.region.spec("y").shape[-1],
+            "A": len(match.region.inputs),
+            "S": len(spelled),
+            "wide": int("cast" in spelled),
+        }

@@ -29,7 +29,6 @@ class AttentionResidual(Pattern):
     version = 1
     title = "Attention residual"
     strided = ("rows",)
-    costed = False
 
     def find(self, captured: CapturedGraph, graph: CanonicalGraph) -> tuple[Match, ...]:
         view = View(graph)

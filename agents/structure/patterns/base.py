@@ -17,11 +17,13 @@ from shardwright.agents.structure.capture import CapturedGraph
 from shardwright.agents.structure.differential import float_cases
 from shardwright.agents.structure.interpret import Sizes, choose_sizes
 from shardwright.agents.structure.region import Region, extract
+from shardwright.schemas.cluster import DeviceSpec
 from shardwright.schemas.fusion import VariantPredicate
 from shardwright.schemas.graph import OpNode
-from shardwright.schemas.recipe import LoraSpec
+from shardwright.schemas.recipe import LoraSpec, Recipe
 
 Tensors = dict[str, torch.Tensor]
+PART_OF_MODULE = "workers compile whole modules, and the region is a part of one"
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,10 @@ class VariantSpec:
     not_installable: str = ""
     """Why workers cannot install it, where that does not depend on the cluster."""
 
+    def computes(self, constants: dict[str, Any]) -> bool:
+        """Whether it implements the form of a match with these constants."""
+        return not self.forms or constants.get("form") in self.forms
+
 
 class Pattern(ABC):
     """One fusible computation.
@@ -96,6 +102,8 @@ class Pattern(ABC):
     """Roles whose innermost dimension must be dense."""
     reads_views: ClassVar[bool] = False
     """Whether inputs may be pieces of one tensor: nothing in the region or its operators writes to them."""
+    maybe_empty: ClassVar[tuple[str, ...]] = ()
+    """Roles that may have no values, so that nothing depends on them."""
     strided: ClassVar[tuple[str, ...]] = ()
     """Roles that the differential test also passes non-contiguous."""
     trainable: ClassVar[tuple[str, ...]] = ()
@@ -159,8 +167,20 @@ class Pattern(ABC):
         return ""
 
     def kernel_cost(self, match: Match, spec: VariantSpec, tokens: int) -> tuple[str, dict[str, int]]:
-        """Operator and named sizes under which a variant of ours is counted and measured."""
+        """Operator and named sizes under which a variant of ours, and libraries beside it, are counted and measured."""
         return self.name, self.cost_shape(match, tokens)
+
+    def kernel_parts(self, match: Match, spec: VariantSpec, tokens: int) -> tuple[tuple[str, dict[str, int]], ...]:
+        """Operators, each with its sizes, that make up a variant of ours; more than one where it calls several."""
+        return (self.kernel_cost(match, spec, tokens),)
+
+    def unranked(self, match: Match, spec: VariantSpec) -> str:
+        """Why a variant's work is not counted for one match; empty where it is."""
+        return ""
+
+    def way(self, match: Match, spec: VariantSpec, recipe: Recipe, device: DeviceSpec) -> str:
+        """What a variant with several ways does for the recipe's rows, and why; empty where it has one."""
+        return ""
 
     def kernel_reference(self, match: Match) -> Callable[[Tensors], Tensors] | None:
         """The plain reference of a kernel that takes more than tensors and ε; ``None`` where the table serves."""

@@ -26,8 +26,10 @@ from shardwright.agents.structure.patterns.dsa_kernels import by_kernels
 from shardwright.agents.structure.patterns.dsa_module import around
 from shardwright.agents.structure.patterns.dsa_reading import Read, read_attention
 from shardwright.agents.structure.patterns.dsa_spelling import formula, spell, visible
+from shardwright.agents.structure.patterns.dsa_way import LayerSizes, told
+from shardwright.schemas.cluster import DeviceSpec
 from shardwright.schemas.fusion import VariantPredicate
-from shardwright.schemas.recipe import LoraSpec
+from shardwright.schemas.recipe import LoraSpec, Recipe
 
 LEARNING = ("q", "latent", "k_rot", "kv_b_weight")
 MAYBE_LEARNING = ("gate", "sinks")
@@ -186,6 +188,27 @@ class SparseLatentAttention(Pattern):
             "V": match.region.spec("kv_b_weight").shape[-1],
             "R": c["rope"],
         }
+
+    def way(self, match: Match, spec: VariantSpec, recipe: Recipe, device: DeviceSpec) -> str:
+        if spec.provider != "shardwright":
+            return ""
+        c, tokens = match.constants, recipe.batch.sequence_tokens
+        if "sinks" in match.region.inputs:
+            return "rows of any length run sparse: libraries of dense attention take no sinks"
+        if c["form"] == "own" and float(recipe.indexer.loss):
+            return "rows of any length run sparse: the indexer learns from the sparse attention"
+        shape = self.cost_shape(match, tokens)
+        sizes = LayerSizes(
+            H=shape["H"],
+            N=shape["N"],
+            D=shape["D"],
+            K=c["top_k"],
+            V=shape["V"],
+            R=shape["R"],
+            key=c["nope"] + c["rope"],
+            value=c["value"],
+        )
+        return told(sizes, tokens, device, recipe.precision.base)
 
 
 def _sizes_of(captured: CapturedGraph, anchor: str) -> dict[str, int]:

@@ -41,20 +41,40 @@ def around(view: View, read: Read, anchor: str) -> Around:
         ends.append(walk.linear("index_weights", read.inputs["index_weights"]))
     if "gate" in read.inputs:
         ends.append(walk.linear("gate", read.inputs["gate"]))
-    if len({_under_casts(view, end).id for end in ends if end is not None}) != 1 or None in ends:
-        walk.fault("projections read different values")
-    out = [user for user in view.graph.users(read.o.id)]
-    if len(out) != 1 or out[0].target != "linear":
-        walk.fault("the result goes elsewhere than into one projection")
-    else:
-        walk.name("o", out[0])
-    for role in ("kv_b_weight", "sinks"):
-        if role in read.inputs:
-            name = below(read.inputs[role].target, anchor)
-            walk.found.roles[role] = name or ""
-            if name is None:
-                walk.fault(f"{role} lies outside {anchor}")
-    return walk.found
+    return walk.closed(read, ends)
+
+
+POOLED = {
+    "index_q": "wq_b",
+    "index_k": "wk",
+    "index_norm": "k_norm",
+    "index_weights": "weights_proj",
+    "pool_position": "index_kpool_compress_ape",
+    "pool_gate": "index_kpool_compress_gate",
+}
+"""Role → part of an indexer that scores pools."""
+
+
+def around_pooled(view: View, read: Read, anchor: str, chosen: OpNode | None) -> Around:
+    """The same for a module whose indexer is one leaf, ``chosen``; ``None`` where the choice is handed in."""
+    walk = _Walk(view, anchor)
+    q = walk.linear("q_b", read.inputs["q"])
+    latent = walk.normed("q_a", "q_norm", q)
+    kv = walk.normed("kv_a", "kv_norm", read.inputs["latent"], cut=True)
+    k_rot = read.inputs["k_rot"]
+    if k_rot.target != "slice" or view.operand(k_rot) != walk.product.get("kv_a"):
+        walk.fault("the rotated keys are no part of the latent's projection")
+    ends = [latent, kv]
+    if chosen is not None:
+        if read.inputs["q_latent"] != q:
+            walk.fault("the indexer does not read the normed latent of q")
+        ends.append(read.inputs["hidden"])
+        inner = below(chosen.module_path, anchor)
+        walk.found.roles.update({role: f"{inner}.{part}" for role, part in POOLED.items()})
+        for role, node in read.inputs.items():
+            if node.kind == "parameter" and role != "kv_b_weight" and below(node.target, chosen.module_path) is None:
+                walk.fault(f"{role} lies outside {chosen.module_path}")
+    return walk.closed(read, ends)
 
 
 def _under_casts(view: View, node: OpNode) -> OpNode:
@@ -100,6 +120,23 @@ class _Walk:
         if cut and under.target == "slice" and under.arguments.get("start") == 0:
             under = self.view.operand(under)
         return self.linear(role, under)
+
+    def closed(self, read: Read, ends: list[OpNode | None]) -> Around:
+        """All parts read one value, the result goes into one projection, and parameters lie in the module."""
+        if len({_under_casts(self.view, end).id for end in ends if end is not None}) != 1 or None in ends:
+            self.fault("projections read different values")
+        out = self.view.graph.users(read.o.id)
+        if len(out) != 1 or out[0].target != "linear":
+            self.fault("the result goes elsewhere than into one projection")
+        else:
+            self.name("o", out[0])
+        for role in ("kv_b_weight", "sinks"):
+            if role in read.inputs:
+                name = below(read.inputs[role].target, self.anchor)
+                self.found.roles[role] = name or ""
+                if name is None:
+                    self.fault(f"{role} lies outside {self.anchor}")
+        return self.found
 
     def _into(self, node: OpNode) -> OpNode | None:
         """The one value from outside that a module's operations read besides parameters."""

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from shardwright.agents.structure.canonical import CanonicalGraph
 from shardwright.agents.structure.capture import CapturedGraph
-from shardwright.agents.structure.patterns.base import Match, Pattern, Tensors, VariantSpec, View, below
+from shardwright.agents.structure.patterns.base import PART_OF_MODULE, Match, Pattern, Tensors, VariantSpec, View, below
 from shardwright.agents.structure.patterns.rms_norm import Norm, norms, oracle_norm, reference_norm
 from shardwright.schemas.fusion import VariantPredicate
 from shardwright.schemas.graph import OpNode
@@ -31,7 +31,6 @@ class LatentMoe(Pattern):
     version = 1
     title = "Latent experts"
     strided = ("x",)
-    costed = False
     lora = "adapters wrap the projections, which stay modules of their own in every variant"
     cut = "at ep > 1 rows travel in the latent width: the cut lies between down and up"
 
@@ -99,12 +98,16 @@ class LatentMoe(Pattern):
         kernel = VariantPredicate(ep_max=1, tp_max=1, device_types=("cuda",))
         return (
             VariantSpec("kernel-whole", "shardwright", "moe_layer", kernel, not_installable=NO_PLACE),
+            VariantSpec("compile", "compile", "-", anywhere, not_installable=PART_OF_MODULE),
             VariantSpec("eager", "eager", "-", anywhere),
         )
 
     def cost_shape(self, match: Match, tokens: int) -> dict[str, int]:
         latent, hidden = match.region.spec("down").shape
-        return {"T": tokens, "H": hidden, "L": latent}
+        return {"T": tokens, "H": hidden, "L": latent, "norms": sum(match.constants[place] for place in PLACES)}
+
+    def unranked(self, match: Match, spec: VariantSpec) -> str:
+        return "no operator of ours takes the two projections, so none is counted" if spec.op != "-" else ""
 
 
 def norm_constants(constants: dict[str, Any], place: str) -> dict[str, Any]:

@@ -17,7 +17,16 @@ from shardwright.agents.structure.canonical import CanonicalGraph
 from shardwright.agents.structure.capture import CapturedGraph
 from shardwright.agents.structure.differential import float_cases
 from shardwright.agents.structure.interpret import Sizes, grouped_product
-from shardwright.agents.structure.patterns.base import Match, Pattern, Tensors, VariantSpec, View, below, holder
+from shardwright.agents.structure.patterns.base import (
+    PART_OF_MODULE,
+    Match,
+    Pattern,
+    Tensors,
+    VariantSpec,
+    View,
+    below,
+    holder,
+)
 from shardwright.agents.structure.patterns.rms_norm import rows_per_token
 from shardwright.schemas.fusion import VariantPredicate
 from shardwright.schemas.graph import OpNode
@@ -36,7 +45,6 @@ class LoraLinear(Pattern):
     version = 1
     title = "Adapter beside a frozen product"
     strided = ("x",)
-    costed = False
     lora = "the region is an adapter with its base, and every variant computes both"
 
     def find(self, captured: CapturedGraph, graph: CanonicalGraph) -> tuple[Match, ...]:
@@ -158,8 +166,12 @@ class LoraLinear(Pattern):
             VariantSpec(
                 "kernel", "shardwright", "grouped_lora_mlp", kernel, forms=("grouped",), not_installable=NOT_ALONE
             ),
+            VariantSpec("compile", "compile", "-", anywhere, not_installable=PART_OF_MODULE),
             VariantSpec("eager", "eager", "-", anywhere),
         )
+
+    def unranked(self, match: Match, spec: VariantSpec) -> str:
+        return "the operator takes an experts block as a whole" if spec.provider == "shardwright" else ""
 
     def cost_shape(self, match: Match, tokens: int) -> dict[str, int]:
         a, b = match.region.spec("a").shape, match.region.spec("b").shape

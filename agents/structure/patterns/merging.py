@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from shardwright.agents.structure.canonical import CanonicalGraph
 from shardwright.agents.structure.capture import CapturedGraph
-from shardwright.agents.structure.patterns.base import Match, Pattern, Tensors, VariantSpec, View, below
+from shardwright.agents.structure.patterns.base import PART_OF_MODULE, Match, Pattern, Tensors, VariantSpec, View, below
 from shardwright.agents.structure.patterns.rms_norm import rows_per_token
 from shardwright.schemas.fusion import VariantPredicate
 from shardwright.schemas.graph import OpNode
@@ -40,7 +40,6 @@ class MergedProjections(Pattern):
     version = 1
     contiguous = ("x",)
     strided = ("x",)
-    costed = False
     relayout = "the matrices become views of the rows of one"
 
     def bind_group(
@@ -104,6 +103,7 @@ class MergedProjections(Pattern):
         merged = VariantPredicate(tp_max=1, lora_inside=False, device_types=("cuda", "cpu"))
         return (
             VariantSpec("merged", "merged", "-", merged, not_installable=NOT_BUILT),
+            VariantSpec("compile", "compile", "-", anywhere, not_installable=PART_OF_MODULE),
             VariantSpec("eager", "eager", "-", anywhere),
         )
 

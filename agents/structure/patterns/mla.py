@@ -17,7 +17,7 @@ from shardwright.agents.structure.canonical import CanonicalGraph
 from shardwright.agents.structure.capture import CapturedGraph
 from shardwright.agents.structure.differential import float_cases
 from shardwright.agents.structure.interpret import LARGE, Sizes
-from shardwright.agents.structure.patterns.base import Match, Pattern, Tensors, VariantSpec, View, below
+from shardwright.agents.structure.patterns.base import PART_OF_MODULE, Match, Pattern, Tensors, VariantSpec, View, below
 from shardwright.agents.structure.patterns.mla_reading import Reading, read_absorbed, read_expanded
 from shardwright.schemas.fusion import VariantPredicate
 
@@ -31,7 +31,6 @@ class Mla(Pattern):
     version = 1
     title = "Latent attention"
     reads_views = True
-    costed = False
     lora = "adapters wrap the projection, which stays a module of its own"
 
     def find(self, captured: CapturedGraph, graph: CanonicalGraph) -> tuple[Match, ...]:
@@ -95,6 +94,7 @@ class Mla(Pattern):
         kernel = VariantPredicate(tp_max=1, device_types=("cuda",))
         return (
             VariantSpec("absorbed", "absorbed", "-", kernel, forms=("expanded",), not_installable=NO_OPERATOR),
+            VariantSpec("compile", "compile", "-", anywhere, not_installable=PART_OF_MODULE),
             VariantSpec("eager", "eager", "-", anywhere),
         )
 
@@ -102,7 +102,10 @@ class Mla(Pattern):
         c = match.constants
         latent = match.region.spec("weight").shape[1]
         rot = match.region.spec("rot").shape[-1]
-        return {"T": tokens, "N": c["heads"], "D": c["nope"], "V": c["value"], "R": rot, "L": latent}
+        return {"T": tokens, "N": c["heads"], "D": c["nope"], "V": c["value"], "R": rot, "L": latent} | {
+            "causal": int(bool(c.get("is_causal"))),
+            "spelled": int(c["form"] == "absorbed"),
+        }
 
 
 def _expanded(values: Tensors, c: dict[str, Any]) -> Tensor:

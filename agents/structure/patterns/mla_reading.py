@@ -46,6 +46,8 @@ def read_expanded(view: View, product: OpNode) -> Reading | None:
     cut = [{"dim": -1, "start": 0, "stop": width}, {"dim": -1, "start": width, "stop": both.output.shape[-1]}]
     if [nope.arguments, value.arguments] != cut or rot.output is None or len(rot.output.shape) != 4:
         return None
+    if not rot.output.shape[-1]:
+        return None  # keys without a shared part: of a layer with an indexer it is a region of another pattern
     latent, weight, lifted = expansion
     nodes = {"query": query, "latent": latent, "weight": weight, "rot": rot}
     if len(product.inputs) > 3:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,13 +34,23 @@ NOT_A_MODULE = "workers compile whole modules, and the region is a part of the a
 
 @dataclass(frozen=True)
 class Turned:
-    """One of q and k: its norm, and its rotation by half-split pairs."""
+    """One of q and k, heads last, and its rotation, heads first, by half-split pairs."""
 
-    norm: Norm
+    x: OpNode
     y: OpNode
     cos: OpNode
     sin: OpNode
     width: int
+
+
+@dataclass(frozen=True)
+class TurnedNorm(Turned):
+    """One of q and k whose norm is rotated."""
+
+    norm: Norm
+
+
+AnyTurned = TypeVar("AnyTurned", bound=Turned)
 
 
 class QkNormRope(Pattern):
@@ -54,14 +64,14 @@ class QkNormRope(Pattern):
 
     def find(self, captured: CapturedGraph, graph: CanonicalGraph) -> tuple[Match, ...]:
         view = View(graph)
-        by_place: dict[str, list[Turned]] = {}
+        by_place: dict[str, list[TurnedNorm]] = {}
         for one in turned_norms(view, graph):
             by_place.setdefault(one.y.module_path, []).append(one)
         found = [self._at(captured, graph, place, pair) for place, pair in by_place.items()]
         return tuple(match for match in found if match is not None)
 
-    def _at(self, captured: CapturedGraph, graph: CanonicalGraph, place: str, pair: list[Turned]) -> Match | None:
-        ordered = _queries_first(View(graph), pair)
+    def _at(self, captured: CapturedGraph, graph: CanonicalGraph, place: str, pair: list[TurnedNorm]) -> Match | None:
+        ordered = queries_first(View(graph), pair)
         if ordered is None:
             return None
         q, k = ordered
@@ -94,7 +104,7 @@ class QkNormRope(Pattern):
         made = {}
         for name in ("q", "k"):
             x = reference_norm(values[name], values[f"{name}_weight"], constants).transpose(1, 2)
-            made[f"{name}_turned"] = _turn(x, cos, sin, constants["width"])
+            made[f"{name}_turned"] = turn(x, cos, sin, constants["width"])
         return made
 
     def oracle(self, values: Tensors, constants: dict[str, Any]) -> Tensors:
@@ -171,18 +181,18 @@ class QkNormRope(Pattern):
         return {"T": tokens, "Q": q[-2], "K": k[-2], "D": q[-1], "W": match.constants["width"]}
 
 
-def turned_norms(view: View, graph: CanonicalGraph) -> Iterator[Turned]:
+def turned_norms(view: View, graph: CanonicalGraph) -> Iterator[TurnedNorm]:
     """Norms over heads whose result, heads first, is rotated by half-split pairs, in whole or in its first part."""
     for norm in norms(graph):
         for heads in view.graph.users(norm.y.id):
             if not view.is_op(heads, "permute", 1) or heads.arguments.get("dims") != [-4, -2, -3, -1]:
                 continue
-            found = _rotation(view, heads)
+            found = rotation(view, heads)
             if found is not None:
-                yield Turned(norm, *found)
+                yield TurnedNorm(norm.x, *found, norm)
 
 
-def _rotation(view: View, x: OpNode) -> tuple[OpNode, OpNode, OpNode, int] | None:
+def rotation(view: View, x: OpNode) -> tuple[OpNode, OpNode, OpNode, int] | None:
     """(rotated value, cos, sin, rotary width) of ``x``."""
     assert x.output is not None
     whole = x.output.shape[-1]
@@ -251,7 +261,8 @@ def _rejoins(view: View, node: OpNode, y: OpNode, x: OpNode, width: int) -> bool
     return view.is_op(rest, "slice", 1) and view.operand(rest) == x and rest.arguments == cut
 
 
-def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int) -> torch.Tensor:
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int) -> torch.Tensor:
+    """The rotation of the first ``width`` dimensions as families spell it."""
     turning, half = x[..., :width], width // 2
     turned = turning * cos + torch.cat((-turning[..., half:], turning[..., :half]), dim=-1) * sin
     return torch.cat((turned, x[..., width:]), dim=-1) if width < x.shape[-1] else turned
@@ -269,7 +280,7 @@ def attends(view: View, node: OpNode) -> OpNode | None:
     return None
 
 
-def _queries_first(view: View, pair: list[Turned]) -> tuple[Turned, Turned] | None:
+def queries_first(view: View, pair: list[AnyTurned]) -> tuple[AnyTurned, AnyTurned] | None:
     """q and k told apart by the operand of the product that reads them."""
     if len(pair) != 2:
         return None

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from shardwright.agents.structure.canonical import CanonicalGraph
 from shardwright.agents.structure.capture import CapturedGraph
-from shardwright.agents.structure.patterns.base import Match, Pattern, Tensors, VariantSpec, View, below
+from shardwright.agents.structure.patterns.base import PART_OF_MODULE, Match, Pattern, Tensors, VariantSpec, View, below
 from shardwright.agents.structure.patterns.gates import GATES, Found, find_gates
 from shardwright.agents.structure.patterns.rms_norm import rows_per_token
 from shardwright.schemas.fusion import VariantPredicate
@@ -31,7 +31,6 @@ class SharedExpert(Pattern):
     version = 1
     title = "Shared expert"
     strided = ("x",)
-    costed = False
     lora = "adapters wrap the linears, which stay modules of their own in every variant"
 
     def find(self, captured: CapturedGraph, graph: CanonicalGraph) -> tuple[Match, ...]:
@@ -115,12 +114,19 @@ class SharedExpert(Pattern):
         cut = VariantPredicate(ep_min=2, tp_max=1, device_types=("cuda",))
         return (
             VariantSpec("beside-dispatch", "overlap", "-", cut, not_installable=NOT_OVERLAPPED),
+            VariantSpec("compile", "compile", "-", anywhere, not_installable=PART_OF_MODULE),
             VariantSpec("eager", "eager", "-", anywhere),
         )
 
     def cost_shape(self, match: Match, tokens: int) -> dict[str, int]:
         hidden, width = match.region.spec("down").shape
-        return {"T": rows_per_token(match, "x") * tokens, "H": hidden, "I": width}
+        gated, apart = match.constants["form"] != "plain", match.constants["form"] == "split"
+        made = {"U": 1 + int(gated), "P": 1 + int(apart), "O": int(match.constants["gated"])}
+        return {"T": rows_per_token(match, "x") * tokens, "H": hidden, "I": width, **made}
+
+    def unranked(self, match: Match, spec: VariantSpec) -> str:
+        """What runs beside the dispatch costs what the dispatch leaves of it, which the plan's step time says."""
+        return "what it takes depends on the dispatch it hides behind" if spec.provider == "overlap" else ""
 
 
 def experts_behind(view: View, value: OpNode, block: str) -> OpNode | None:

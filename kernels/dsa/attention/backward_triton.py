@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardwright.kernels.dsa.attention.triton import LOG2_E, filled, keys_at, load_rows, visible
+from shardwright.kernels.dsa.attention.triton import LOG2_E, filled, keys_at, load_rows, product, visible
 
 
 @triton.jit
@@ -117,15 +117,16 @@ def shares_kernel(
         # A slot without a key reads key 0: what it gives is masked below, and meets no other value before.
         row = tl.where(seen, key, 0).to(tl.int64)
         kn = load_rows(kn_ptr + g * kn_head, row * kn_row, columns, DN, PN)
-        s = tl.dot(qn, kn.T, input_precision="ieee")
+        s = tl.zeros([BH, BN], tl.float32)
         if DR > 0:
             kr = load_rows(kr_ptr + g * kr_head, row * kr_row, rotated, DR, PR)
-            s = tl.dot(qr, kr.T, s, input_precision="ieee")
+            s = product(qr, kr, s, PR)
+        s = product(qn, kn, s, PN)
         if SHARED:
             v = kn
         else:
             v = load_rows(v_ptr + g * v_head, row * v_row, wide, DV, PV)
-        dp = tl.dot(do, v.T, input_precision="ieee")
+        dp = product(do, v, tl.zeros([BH, BN], tl.float32), PV)
         p = tl.where(seen[None, :], tl.exp2(s * (scale * LOG2_E) - lse[:, None]), 0.0)
         ds = tl.where(seen[None, :], p * (dp - delta[:, None]) * scale, 0.0)
         stored = (c * H + head)[:, None] * E + offsets[None, :]

@@ -26,7 +26,7 @@ LEAST_POSITIONS, MOST_POSITIONS = 512, 4096
 """Tile of a row's survey: at least 4 values from each of 128 threads, at most 32."""
 
 MOST_ADDRESS = (1 << 31) - 1
-"""Offsets of gathered keys are 32-bit."""
+"""Offsets of gathered keys are 32-bit; those of queries, outputs and their gradients 64-bit."""
 
 PERMUTE_ROWS = 16
 
@@ -42,7 +42,7 @@ def serves(p: Problem) -> bool:
         and p.H % HEADS == 0
         and p.S > 0
         and 0 < p.positions <= MOST_POSITIONS
-        and p.S * max(strides) <= MOST_ADDRESS
+        and p.S * max(part.stride(0) for part in (p.kn, p.kr) if part is not None) <= MOST_ADDRESS
         and all(stride % 16 == 0 for stride in strides)
     )
 

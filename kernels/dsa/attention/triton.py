@@ -67,6 +67,23 @@ def load_rows(ptr, row, columns, WIDTH: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
+def product(a, b, acc, WIDTH: tl.constexpr):
+    """``acc + a · bᵀ`` in fp32 of ``a [M, WIDTH]`` and ``b [N, WIDTH]``.
+
+    Factors in fp32 are multiplied on no matrix unit, one column after another: summed over 512 columns at once they
+    round three times as much as eager's product, so runs of 64 columns are summed first.
+    """
+    RUN: tl.constexpr = 64
+    if a.dtype == tl.float32 and WIDTH > RUN:
+        left = tl.permute(tl.reshape(a, [a.shape[0], WIDTH // RUN, RUN]), [1, 0, 2])
+        right = tl.permute(tl.reshape(b, [b.shape[0], WIDTH // RUN, RUN]), [1, 2, 0])
+        acc += tl.sum(tl.dot(left, right, input_precision="ieee"), 0)
+    else:
+        acc = tl.dot(a, b.T, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
 def forward_kernel(
     qn_ptr, qr_ptr, kn_ptr, kr_ptr, v_ptr, index_ptr, bounds_ptr, gate_ptr, sinks_ptr, y_ptr, o_ptr, low_ptr, lse_ptr,
     scale, COUNT, COLUMNS, KEYS, H, G, qn_token, qn_head, qr_token, qr_head, kn_row, kn_head, kr_row, kr_head, v_row,
@@ -100,12 +117,11 @@ def forward_kernel(
         seen = key >= 0
         row = tl.where(seen, key, spare).to(tl.int64)
         kn = load_rows(kn_ptr + g * kn_head, row * kn_row, columns, DN, PN)
+        s = tl.zeros([BH, BN], tl.float32)
         if DR > 0:
             kr = load_rows(kr_ptr + g * kr_head, row * kr_row, rotated, DR, PR)
-            s = tl.dot(qr, kr.T, input_precision="ieee")
-            s = tl.dot(qn, kn.T, s, input_precision="ieee")
-        else:
-            s = tl.dot(qn, kn.T, input_precision="ieee")
+            s = product(qr, kr, s, PR)
+        s = product(qn, kn, s, PN)
         s = tl.where(seen[None, :], s * (scale * LOG2_E), float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         p = tl.exp2(s - higher[:, None])

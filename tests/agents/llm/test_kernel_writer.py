@@ -10,8 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch._dynamo.utils import counters
 
 from shardwright.agents.llm.kernel_writer.candidates import approve, keep, load, record, usable
+from shardwright.agents.llm.kernel_writer.compiled import compile_region
 from shardwright.agents.llm.kernel_writer.judge import Verdict, judge, plausible
 from shardwright.agents.llm.kernel_writer.sandbox import Limits, run_apart
 from shardwright.agents.llm.kernel_writer.screen import screen
@@ -107,3 +109,11 @@ def test_a_candidate_is_used_only_as_approved(tmp_path: Path) -> None:
     kept.with_suffix(".py").write_text(source + "\n# changed\n")
     with pytest.raises(LlmError, match="candidate-edited"):
         load(kept)
+
+
+def test_a_region_is_compiled_as_one_graph(task: Task) -> None:
+    """Left to the interpreter of its traced nodes, the compiler would give every operation back to Python."""
+    counters.clear()
+    seen = compile_region(task, "cpu", 16)
+    assert seen.right and seen.ms > 0
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] >= 1

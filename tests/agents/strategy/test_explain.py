@@ -23,7 +23,7 @@ def test_the_story_names_what_fills_memory_and_what_bounds_the_step(search: Sear
     fullest = max(alive, key=lambda c: c.bytes)
     assert f"{term(fullest.name)} {gib(fullest.bytes)}" in story
     assert f"bound by {term(result.cost.time.bound_by)}" in story
-    assert f"All {result.record.legal_strategies} legal strategies" in story
+    assert f"All {result.record.legal_strategies:,} legal strategies" in story
     assert result.best.text() in result.explanation[0]
     fastest = min(result.alternatives, key=lambda one: (not one.feasible, one.step_ms))
     assert fastest.strategy.text() in story

@@ -15,13 +15,17 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.agents.structure.certify import certify
+from shardwright.agents.structure.choose import choose
 from shardwright.agents.structure.flatten import flatten
+from shardwright.agents.structure.join import recertify
 from shardwright.agents.structure.patterns.dsa import SparseLatentAttention
 from shardwright.agents.structure.patterns.dsa_cases import two_documents
+from shardwright.agents.structure.propose import propose
 from shardwright.agents.structure.rank import Target, variants
 from shardwright.agents.structure.testkit import PatternContract, captured_example, meta
 from shardwright.checkpoints.profile import profile_checkpoint
-from shardwright.schemas.recipe import LoraSpec
+from shardwright.schemas.recipe import IndexerSpec, LoraSpec
+from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces.catalogue import load_cluster
 
 pytest.importorskip("triton", reason="the operator's contract stands beside its kernels")
@@ -239,6 +243,23 @@ def test_variants_say_why_they_are_not_offered(mixtral_folder: Path, recipe: Any
     wide, _ = only(family("deepseek_v32", kv_lora_rank=1024))
     outside = {v.name: v for v in variants(wide, Target(load_cluster("h200-1"), profile, recipe), adapted=False)}
     assert outside["kernel"].unavailable_because == "q_nope is 1024 wide"
+
+
+def test_the_decision_of_a_plan_says_it(mixtral_folder: Path, recipe: Any) -> None:
+    """In the reason that is hashed with the decision and shown in the report; other regions say nothing of the kind."""
+    captured, graph, facts = captured_example(family("deepseek_v32"))
+    matches = SparseLatentAttention().find(captured, graph)
+    cluster, profile = load_cluster("h200-1"), profile_checkpoint(mixtral_folder)
+    proposals = propose(matches, facts, Target(cluster, profile, recipe))
+    (proposal,), (decision,) = recertify(proposals, ParallelStrategy(mesh=Mesh()), cluster, recipe)
+    assert decision.variant == "kernel" and decision.reason == proposal.reason
+    assert f"rows of {recipe.batch.sequence_tokens} tokens run sparse (dense up to 4 tokens a row" in decision.reason
+    learning = recipe.model_copy(update={"indexer": IndexerSpec(loss="0.1")})
+    (taught,) = propose(matches, facts, Target(cluster, profile, learning))
+    assert "the indexer learns from the sparse attention" in choose(taught, cluster, Mesh()).reason
+    captured, graph, facts = captured_example(family("hy_v4"))
+    (sunk,) = propose(SparseLatentAttention().find(captured, graph), facts, Target(cluster, profile, recipe))
+    assert "take no sinks" in sunk.reason
 
 
 def test_documents_of_the_cases_are_two() -> None:

@@ -26,7 +26,8 @@ from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces.catalogue import load_cluster
 
 UNCOSTED = {pattern.name for pattern in PATTERNS if not pattern.costed}
-"""Recognised patterns: no provider but eager may be taken, and nothing is claimed about time."""
+"""Recognised patterns of which nothing is claimed about time."""
+LIBRARIES = {"liger", "fla"}
 NORM, PAIR = "rms_norm:{}:post_attention_layernorm", "add_rms_norm:{}:post_attention_layernorm"
 
 
@@ -174,10 +175,10 @@ def test_a_refused_certificate_stays_refused(on_cuda, recipe, kind) -> None:  # 
 def test_gains_say_where_they_come_from(on_cuda) -> None:  # type: ignore[no-untyped-def]
     for proposal in on_cuda.proposals:
         for variant in proposal.variants:
-            if proposal.pattern in UNCOSTED:
-                assert variant.gain is None and (variant.provider == "eager" or not variant.available)
+            if variant.gain is None:
+                assert (variant.unranked_because and variant.provider != "eager") or proposal.pattern in UNCOSTED
                 continue
-            assert variant.gain is not None
+            assert proposal.pattern not in UNCOSTED and not variant.unranked_because
             assert variant.gain.basis and variant.gain.time_ms > 0
             assert variant.gain.time_ms >= 0.99 * variant.gain.floor_ms or variant.gain.origin == "measured"
             if variant.provider == "eager":
@@ -225,6 +226,92 @@ def test_measured_times_override_modelled_ones(tmp_path, profile, recipe) -> Non
         assert timing("rms_norm", "shardwright", changed, target).origin == "modelled"
     other = replace(target, cluster=load_cluster("cpu-2"), recipe=_fp32(recipe))
     assert timing("rms_norm", "shardwright", shape, other).origin == "modelled"
+
+
+def test_libraries_are_ranked_and_never_chosen(on_cuda, recipe, kind) -> None:  # type: ignore[no-untyped-def]
+    found = {}
+    for proposal in on_cuda.proposals:
+        for variant in proposal.variants:
+            assert variant.rival == (variant.provider in LIBRARIES)
+            if variant.rival:
+                found[proposal.pattern] = variant
+                assert not variant.available and variant.unavailable_because.startswith("not installable")
+                assert variant.gain is not None and variant.gain.basis.endswith("as read in liger-kernel 0.8.5")
+                assert proposal.chosen != variant.name and variant.name not in proposal.reason
+    assert set(found) == {"rms_norm", "add_rms_norm", "rope", "experts", "linear_cross_entropy", "swiglu"}
+    for mesh in ({"shard": 8}, {"shard": 2, "ep": 4}):
+        assert not LIBRARIES & {d.provider for d in decided(on_cuda, load_cluster("h200-8"), recipe, **mesh).values()}
+
+
+def test_a_library_stays_out_where_a_file_says_that_it_is_available(on_cuda, recipe) -> None:  # type: ignore[no-untyped-def]
+    """The flag decides, not what stands beside it."""
+    doctored = []
+    for proposal in on_cuda.proposals:
+        fast = {"available": True, "unavailable_because": "", "gain": None}
+        variants_ = [
+            v.model_copy(update={**fast, "gain": v.gain and v.gain.model_copy(update={"time_ms": 1e-6})})
+            if v.rival
+            else v
+            for v in proposal.variants
+        ]
+        doctored.append(proposal.model_copy(update={"variants": tuple(variants_)}))
+    result = StructureResult(on_cuda.graph, tuple(doctored))
+    found = decided(result, load_cluster("h200-8"), recipe, shard=8)
+    assert found == decided(on_cuda, load_cluster("h200-8"), recipe, shard=8)
+
+
+def test_the_rank_does_not_depend_on_the_order_of_ways(mixtral_folder, profile, recipe, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    opened = open_structure(mixtral_folder, profile, load_cluster("h200-8"), recipe)
+    for match in opened.matches:
+        ranked = variants(match, opened.target, adapted=False)
+        backwards = tuple(reversed(match.pattern.variants()))
+        with monkeypatch.context() as patched:
+            patched.setattr(type(match.pattern), "variants", lambda self, kept=backwards: kept)
+            assert variants(match, opened.target, adapted=False) == ranked, match.pattern.name
+        for group in ([v for v in ranked if v.available], [v for v in ranked if v.rival]):
+            times = [v.gain.time_ms for v in group if v.gain is not None]
+            assert times == sorted(times), match.pattern.name
+
+
+def test_a_measured_library_is_shown_as_measured(tmp_path, mixtral_folder, profile, recipe) -> None:  # type: ignore[no-untyped-def]
+    """The suite times libraries beside our operator, under its name and sources."""
+    cluster = load_cluster("h200-8")
+    opened = open_structure(mixtral_folder, profile, cluster, recipe)
+    (head,) = [match for match in opened.matches if match.pattern.name == "linear_cross_entropy"]
+    shape = head.pattern.cost_shape(head, opened.target.tokens)
+    path = tmp_path / "times.jsonl"
+    time = MeasuredTime(
+        op="linear_cross_entropy",
+        provider="liger",
+        pass_name="fwd+dx",
+        device=cluster.device.name,
+        driver="",
+        versions={},
+        source_sha256=source_sha256("linear_cross_entropy"),
+        shape_bucket=shape_bucket(shape),
+        dtype="bfloat16",
+        median_ms=0.125,
+        floor_ms=0.1,
+        peak_bytes=0,
+        repeats=100,
+        date="2026-01-01",
+    )
+    EvidenceStore(path).add([time])
+    for files, origin in (((), "modelled"), ((path,), "measured")):
+        found = variants(head, replace(opened.target, evidence=files), adapted=False)
+        (liger,) = [v for v in found if v.rival]
+        assert liger.gain is not None
+        assert ("measured on" in liger.gain.basis) == (origin == "measured") and not liger.available
+        assert (liger.gain.time_ms == 0.125) == (origin == "measured")
+        assert liger.gain.origin == "modelled", "beside a modelled eager time a speed-up is modelled"
+
+
+def test_a_rotation_without_norms_gets_the_operator(on_cuda, recipe, kind) -> None:  # type: ignore[no-untyped-def]
+    decision = decided(on_cuda, load_cluster("h200-8"), recipe, shard=8)[f"rope:{kind}:self_attn"]
+    assert (decision.provider, decision.op, decision.variant) == ("shardwright", "qk_norm_rope", "kernel")
+    assert decision.constants == {"form": "pair", "pairing": "half", "width": 16, "partial": False}
+    assert set(decision.roles) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert decision.modules == tuple(f"model.layers.{i}.self_attn" for i in range(3))
 
 
 def test_an_adapter_inside_closes_variants_that_do_not_compute_it(  # type: ignore[no-untyped-def]

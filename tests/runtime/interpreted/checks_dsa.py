@@ -21,8 +21,9 @@ from shardwright.kernels.registry import source_sha256  # noqa: E402
 from shardwright.runtime import fused_dsa_layer, fused_dsa_loss  # noqa: E402
 from shardwright.runtime.experts.balance import LoadMeter  # noqa: E402
 from shardwright.runtime.fuse import fusions_off, install_fusions  # noqa: E402
+from shardwright.runtime.fused_dsa_ways import ways_taken  # noqa: E402
 from shardwright.runtime.lora.linear import LoraLinear  # noqa: E402
-from shardwright.schemas.errors import LegalityError, RecipeError  # noqa: E402
+from shardwright.schemas.errors import KernelError, LegalityError, RecipeError  # noqa: E402
 from shardwright.schemas.fusion import FusionDecision  # noqa: E402
 
 transformers = pytest.importorskip("transformers")
@@ -125,6 +126,7 @@ def decision(model: Any, family: str, layer: int, **changes: Any) -> FusionDecis
         roles={**roles, **more},
         constants={**constants, **changes},
         source_sha256=source_sha256("dsa"),
+        reason="as planned",
         tolerance="0.02",
     )
 
@@ -155,6 +157,10 @@ def test_installed_equals_the_family(family: str) -> None:
     assert all(float(part.abs().max()) > 0 for part in expected), "an adapter without a gradient proves nothing"
     switches = install_fusions(model, tuple(decision(model, family, at) for at in range(len(LAYERS[family]))))
     assert distance(run(model, positions), expected) < TOLERANCE
+    (way,) = ways_taken(model)
+    assert (way.path, way.row_tokens, len(way.modules)) == ("sparse", S, len(LAYERS[family]))
+    assert "sinks" in way.reason if family == "hy_v4" else f"longer than the {K} selected" in way.reason
+    assert way.planned == "as planned"
     with fusions_off(switches):
         assert distance(run(model, positions), expected) == 0
     if family == "glm_moe_dsa":
@@ -182,6 +188,7 @@ def test_a_row_no_longer_than_the_choice_runs_dense(monkeypatch: pytest.MonkeyPa
     switches[1].fused = False
     assert distance(run(model, two_documents()), expected) < TOLERANCE
     layer = fused_dsa_layer.SparseAttention.of(model.model.layers[0].self_attn, "x", decision(model, "glm_moe_dsa", 0))
+    assert [(way.path, way.row_tokens) for way in ways_taken(model)] == [("dense", S)]
     assert layer.choice(S).path == "dense" and "same function" in layer.choice(S).reason
     assert layer.choice(65).path == "sparse"
 
@@ -233,6 +240,24 @@ def test_a_shared_layer_without_a_choice_is_refused() -> None:
     table = torch.zeros(1, S, SIZES["qk_rope_head_dim"])
     with pytest.raises(LegalityError, match="was handed none"):
         layer(x, position_embeddings=(table, table))
+
+
+def test_a_choice_that_is_handed_in_is_looked_at_once() -> None:
+    """Keys that a query may not see are nothing, as in the family's mask; one that stands twice is refused."""
+    model = build("glm_moe_dsa")
+    install_fusions(model, (decision(model, "glm_moe_dsa", 1),))
+    layer = model.model.layers[1].self_attn
+    x, table = torch.randn(1, S, SIZES["hidden_size"]), torch.ones(1, S, SIZES["qk_rope_head_dim"])
+
+    def run_with(chosen: list[int]) -> Tensor:
+        handed = torch.tensor(chosen, dtype=torch.int32).expand(1, S, -1)
+        return layer(x, position_embeddings=(table, table), prev_topk_indices=handed)[0].detach()
+
+    with pytest.raises(KernelError) as caught:
+        run_with([0, 1, 2, 1])
+    assert caught.value.code == "kernel/index-duplicated"
+    layer.__dict__.pop(fused_dsa_layer.LOOKED_AT)
+    assert torch.equal(run_with([0, 1, S - 1, -1])[:, :4], run_with([0, 1, -1, -1])[:, :4])
 
 
 def learning_model(family: str) -> Any:

@@ -13,6 +13,7 @@ from shardwright.kernels.registry import source_sha256
 from shardwright.runtime.experts.balance import LoadMeter
 from shardwright.runtime.experts.fused import received_rows, whole_layer
 from shardwright.runtime.experts.module import LoraExperts
+from shardwright.schemas.errors import LegalityError
 from shardwright.schemas.fusion import FusionDecision
 
 E, H, I, R, T, K = 6, 32, 16, 16, 11, 2
@@ -79,3 +80,15 @@ def test_biases_are_added(maker: Any) -> None:
     with torch.no_grad():
         experts.gate_up_proj_bias.zero_()  # type: ignore[union-attr,operator]
     assert float((run(experts, experts.forward)[0] - theirs[0]).abs().max()) > 1e-2, "the biases matter here"
+
+
+def test_padded_rows_change_nothing() -> None:
+    """The operator between dispatch and combine gets multiples of 8 rows; the zeros between get biases, and no say."""
+    experts = gpt_oss_experts()
+    theirs = run(experts, experts.forward)
+    experts.padding = 8
+    ours = run(experts, received_rows(experts, "x", decision("grouped_lora_mlp")))
+    for found, right in zip(ours, theirs, strict=True):
+        assert float((found - right).abs().max()) <= 2e-5 * float(right.abs().max())
+    with pytest.raises(LegalityError, match="pads rows to 8"):
+        whole_layer(experts, "x", decision("moe_layer"))

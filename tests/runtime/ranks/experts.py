@@ -147,6 +147,31 @@ def uneven_splits(ranks: Ranks) -> None:
         torch.testing.assert_close(hidden.grad, weights.sum(1, keepdim=True).expand_as(hidden))
 
 
+def padded_splits(ranks: Ranks) -> None:
+    """Experts that double their rows, in padded groups: sizes are multiples, what is between is zero and stays out."""
+    generator = torch.Generator().manual_seed(20 + ranks.rank)
+    for case, multiple in (("random", 4), ("all-to-0", 3), ("all-to-3", 8), ("nothing", 16)):
+        tokens = 0 if case == "nothing" and ranks.rank == 0 else 5 + 3 * ranks.rank
+        index = torch.randint(0, 4, (tokens, 2), generator=generator)
+        if case.startswith("all-to"):
+            index = torch.full_like(index, int(case[-1]))
+        hidden = torch.randn(tokens, 8, generator=generator, requires_grad=True)
+        weights = torch.rand(tokens, 2, generator=generator)
+        bare = dispatch.plan_route(index, 4, 2, ranks.ep_group)
+        route = dispatch.padded(bare, multiple)
+        assert route.sizes == [-(-size // multiple) * multiple for size in bare.sizes] == route.local_counts.tolist()
+        rows = dispatch.dispatch(hidden, route, 2, ranks.ep_group)
+        assert rows.shape[0] == sum(route.sizes)
+        for part, size in zip(rows.detach().split(route.sizes), bare.sizes, strict=True):
+            assert bool(part[:size].any(1).all()) and not bool(part[size:].any())
+        biased = rows * 2 + torch.full_like(rows, 5.0).requires_grad_()
+        out = dispatch.combine(biased, route, weights, ranks.ep_group)
+        total = weights.sum(1, keepdim=True)
+        torch.testing.assert_close(out, hidden * 2 * total + 5 * total)
+        out.sum().backward()
+        torch.testing.assert_close(hidden.grad, 2 * total.expand_as(hidden))
+
+
 def chunks_with_nothing(ranks: Ranks) -> None:
     """Identity experts in pieces: more pieces than tokens, a rank without tokens, weights before and after."""
     generator = torch.Generator().manual_seed(7 + ranks.rank)
@@ -185,6 +210,7 @@ def main() -> None:
     idle_experts(live, ranks)
     one_norm_over_two_meshes(ranks)
     uneven_splits(ranks)
+    padded_splits(ranks)
     chunks_with_nothing(ranks)
     assert isinstance(live.meter, LoadMeter) and not live.meter.step
     dist.barrier()

@@ -20,13 +20,15 @@ from torch.distributed.tensor import DTensor
 from shardwright.runtime.checkpointing import CheckpointedForward
 from shardwright.runtime.checks.step import replicas_agree
 from shardwright.runtime.device import open_device
+from shardwright.runtime.experts.module import LoraExperts
+from shardwright.runtime.experts.packed import SCALES, VALUES, packed_names
 from shardwright.runtime.losses import summed_loss
 from shardwright.runtime.mesh import Ranks, open_mesh
 from shardwright.runtime.optimizer import AdapterOptimizer
 from shardwright.runtime.ownership import as_saved, by_place, local_values, sum_copies
 from shardwright.runtime.parallelize import decoder_layers
 from shardwright.runtime.reference import add_plain_lora, load_plain
-from shardwright.runtime.session import build
+from shardwright.runtime.session import Live, build
 from shardwright.schemas.plan import AdaptationPlan, load_plan
 
 SEQUENCES, TOKENS = 8, 7
@@ -76,6 +78,41 @@ def as_planned(model: torch.nn.Module, plan: AdaptationPlan) -> None:
         assert after is None or after.shard_mesh_size == strategy.mesh.shard * strategy.mesh.ep
 
 
+def kept_packed(live: Live, plan: AdaptationPlan, ranks: Ranks) -> str:
+    """Packed stacks are the files' bytes, each once in a replica, and FSDP gathers them in the formats they have."""
+    stacks = [
+        f"{prefix}.{stack}"
+        for prefix, module in live.model.named_modules()
+        if isinstance(module, LoraExperts)
+        for stack in packed_names(module)
+    ]
+    if not stacks:
+        return ""
+    parts = [live.parameters[f"{stack}{part}"] for stack in stacks for part in (VALUES, SCALES)]
+    mine = sum(owned.local().nbytes for owned in parts)
+    held = torch.tensor(mine)
+    dist.all_reduce(held)
+    files, tensors = live.files, live.files.headers.tensors
+    packed = {piece.tensor for stack in stacks for piece in files.names.pieces(stack)}
+    stored = [
+        tensors[part].stored_bytes
+        for one in (files.names.logical(name) for name in packed)
+        for part in (one.values, one.companions[0])
+    ]
+    copies = 1 + plan.decision.strategy.redundant_experts * ranks.sizes.ep / 4
+    assert int(held) == ranks.sizes.replicate * copies * sum(stored), (int(held), sum(stored))
+    if files.names.logical(next(iter(packed))).format == "mxfp4":
+        base = sum(owned.local().nbytes for owned in live.parameters.values() if not owned.adapter)
+        assert live.load.bytes_read == base, (live.load.bytes_read, base)
+    states = [module._get_fsdp_state() for module in live.model.modules() if isinstance(module, FSDPModule)]
+    groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+    cut = {one.sharded_param: one for group in groups for one in group.fsdp_params}
+    moved = [cut[owned.parameter] for owned in parts if owned.parameter in cut]
+    assert len(moved) == (len(parts) if ranks.sizes.shard > 1 else 0)
+    assert all(part.dtype == one.sharded_param.dtype for one in moved for part in one.all_gather_inputs)
+    return f" held {mine}"
+
+
 def check(name: str, plan: AdaptationPlan, folder: Path, ranks: Ranks) -> str:
     live = build(plan, folder, ranks, open_device("cpu", 0), None)
     as_planned(live.model, plan)
@@ -93,6 +130,7 @@ def check(name: str, plan: AdaptationPlan, folder: Path, ranks: Ranks) -> str:
     sum_copies(live.adapters, ranks)
     assert replicas_agree(live.parameters, ranks).passed, name
     loads = live.meter.finish_step()
+    held = kept_packed(live, plan, ranks)
     shapes = {adapter: owned.shape for adapter, owned in live.adapters.items()}
     plain_loss, plain = reference(name, plan, folder, shapes)
     assert abs(float(total) - plain_loss) < 1e-5, (name, float(total), plain_loss)
@@ -119,7 +157,7 @@ def check(name: str, plan: AdaptationPlan, folder: Path, ranks: Ranks) -> str:
     assert experts and loads, name
     uneven = any(int(rows.max()) > 2 * float(rows.float().mean()) for rows in loads.values())
     empty = sum(int((rows == 0).sum()) for rows in loads.values())
-    return f"{name}: worst {worst:.1e} norm {norm:.5f} uneven {int(uneven)} empty {empty}"
+    return f"{name}: worst {worst:.1e} norm {norm:.5f} uneven {int(uneven)} empty {empty}{held}"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Rank 0 of a mesh on fake tensors: ``simulate.py CHECKPOINT SHARD EP`` prints bytes, and the cost model's, as JSON."""
+"""Rank 0 of a mesh on fake tensors: ``simulate.py CHECKPOINT SHARD EP [FORMAT]`` prints bytes, and the cost model's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+from shardwright.checkpoints.config import read_config
 from shardwright.checkpoints.profile import profile_checkpoint
 from shardwright.checkpoints.targets import parameter_shapes, resolve_targets
 from shardwright.runtime.simulate import simulate
@@ -17,6 +18,7 @@ from shardwright.search_spaces.cost import estimate
 
 def main() -> None:
     folder, shard, ep = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    base_format = sys.argv[4] if len(sys.argv) > 4 else "compute"
     mesh = Mesh(shard=shard, ep=ep)
     recipe = Recipe(
         data=DataSpec(train="train.jsonl", held_out="held_out.jsonl"),
@@ -24,8 +26,8 @@ def main() -> None:
         precision=PrecisionSpec(base="bfloat16", adapter="float32"),
         lora=LoraSpec(targets=("attention", "experts"), rank=8),
     )
-    targets = resolve_targets(parameter_shapes(folder), recipe.lora, model_type="qwen3_moe")
-    strategy = ParallelStrategy(mesh=mesh, checkpointing="full")
+    targets = resolve_targets(parameter_shapes(folder), recipe.lora, model_type=read_config(folder).model_type)
+    strategy = ParallelStrategy(mesh=mesh, checkpointing="full", base_format=base_format)  # type: ignore[arg-type]
     found = simulate(folder, recipe, strategy, targets)
     cluster = load_cluster("h200-8")
     report = estimate(profile_checkpoint(folder), recipe, cluster, strategy, targets)

@@ -1,0 +1,145 @@
+"""A sequence cut over ranks: what Kimi K3's layers exchange, compute and hold, against closed forms of its sizes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from models import kimi_k3, recipe_for, targets_for
+
+from shardwright.schemas.cost import CostReport
+from shardwright.schemas.strategy import Mesh, ParallelStrategy
+from shardwright.search_spaces.catalogue import load_cluster
+from shardwright.search_spaces.cost import context, price, workload
+from shardwright.search_spaces.cost.fusion import FusedProviders
+from shardwright.search_spaces.cost.plans import plans_of
+from shardwright.search_spaces.legality import violations
+from shardwright.search_spaces.space import legal_strategies
+
+S = 1 << 20
+HEADS, NOPE, ROPE, VALUE, LATENT, D = 96, 128, 64, 128, 512, 128
+"""Kimi K3's latent attention, and the width of a head of its delta rule."""
+FUSED = FusedProviders({"kda": ("shardwright", ()), "linear_cross_entropy": ("shardwright", ("lm_head",))})
+
+
+@pytest.fixture(scope="module")
+def k3() -> SimpleNamespace:
+    model = kimi_k3("mxfp4")
+    recipe = recipe_for(batch=4, tokens=S)
+    work = workload(model, recipe, targets_for(model, rank=16))
+    kinds = {layer.kind.name: layer for layer in work.layers}
+    return SimpleNamespace(model=model, recipe=recipe, work=work, kinds=kinds)
+
+
+def plan(cp: int, **mesh: int) -> ParallelStrategy:
+    return ParallelStrategy(mesh=Mesh(ep=128 // cp, cp=cp, **mesh), checkpointing="full", base_format="mxfp4")
+
+
+def columns(k3: SimpleNamespace, *degrees: int) -> tuple[Any, Any]:
+    plans = plans_of([plan(cp) for cp in degrees], k3.model)
+    return plans, plans.tokens(S)
+
+
+def of_kind(k3: SimpleNamespace, attention: str) -> Any:
+    return next(layer for layer in k3.work.layers if layer.kind.attention == attention)
+
+
+def test_delta_rule_passes_states_whose_size_no_sequence_changes(k3: SimpleNamespace) -> None:
+    """[N | M], 96 × 128 × 256 fp32 numbers for each of 2·cp pieces; back 96 × 128 × 128."""
+    plans, tokens = columns(k3, 1, 8, 32)
+    forward, backward = context.exchanged_bytes(k3.work, of_kind(k3, "linear"), plans, tokens)
+    assert forward.tolist() == [0, *(2 * cp * HEADS * D * (D + D) * 4 for cp in (8, 32))]
+    assert backward.tolist() == [0, *(2 * cp * HEADS * D * D * 4 for cp in (8, 32))]
+    half = context.exchanged_bytes(k3.work, of_kind(k3, "linear"), plans, tokens / 2)
+    assert np.array_equal(half[0], forward)
+
+
+def test_latent_attention_gathers_576_values_a_token(k3: SimpleNamespace) -> None:
+    """1.2 GB of a million tokens at any degree, where expanded keys and values would be 64 GB."""
+    plans, tokens = columns(k3, 8, 32)
+    forward, backward = context.exchanged_bytes(k3.work, of_kind(k3, "mla"), plans, tokens)
+    assert forward.tolist() == [2 * S * (LATENT + ROPE)] * 2
+    assert np.array_equal(backward, 2 * forward)
+    assert not context.passes_in_ring(k3.work, of_kind(k3, "mla"))
+
+
+def test_what_a_cut_sequence_computes_besides(k3: SimpleNamespace) -> None:
+    """Latent: the others' tokens through kv_b. Delta rule: two products of [128, 128] × [128, 256] a token and head."""
+    plans, tokens = columns(k3, 1, 32)
+    forward, backward = context.further_flops(k3.work, of_kind(k3, "mla"), plans, tokens)
+    others = S - S // 32
+    assert forward.tolist() == [0, 2 * others * LATENT * HEADS * (NOPE + VALUE)]
+    assert np.array_equal(backward, 2 * forward)
+    states, again = context.further_flops(k3.work, of_kind(k3, "linear"), plans, tokens)
+    assert states.tolist() == [0, S // 32 * HEADS * 2 * 2 * D * 2 * D]
+    assert np.array_equal(again, states / 2)
+
+
+def test_what_a_rank_holds(k3: SimpleNamespace) -> None:
+    plans, tokens = columns(k3, 1, 32)
+    latent = context.held_bytes(k3.work, of_kind(k3, "mla"), plans, tokens)
+    expanded = 2 * 2 * (S // 32) * HEADS * (NOPE + ROPE + VALUE)
+    assert latent.tolist() == [0, 2 * 2 * S * (LATENT + ROPE) + expanded]
+    linear = context.held_bytes(k3.work, of_kind(k3, "linear"), plans, tokens)
+    assert linear.tolist() == [0, 64 * HEADS * D * 2 * D * 4]
+
+
+def test_plain_attention_keeps_its_ring(build: SimpleNamespace) -> None:
+    """Qwen3-30B: keys and values of 4 heads × 128, 16 bytes of memory a token and width."""
+    profile, recipe = build.qwen3_30b(), build.recipe_of(batch=8, tokens=4096)
+    work = workload(profile, recipe, ())
+    plans = plans_of([ParallelStrategy(mesh=Mesh(shard=4, cp=2))], profile)
+    layer, tokens = work.layers[0], plans.tokens(4096)
+    forward, backward = context.exchanged_bytes(work, layer, plans, tokens)
+    assert context.passes_in_ring(work, layer)
+    assert forward.tolist() == [2 * 2 * 4096 * 512] and backward.tolist() == [4 * 2 * 4096 * 512]
+    assert context.held_bytes(work, layer, plans, tokens).tolist() == [4 * 2 * 2048 * 512]
+    assert [flops.tolist() for flops in context.further_flops(work, layer, plans, tokens)] == [[0.0], [0.0]]
+
+
+def test_a_million_tokens_fit_128_devices_by_context(k3: SimpleNamespace) -> None:
+    """64 ranks a sequence hold two of them in 140 GB; 32 do not, but are leaner and faster than 32 tensor ranks."""
+    cluster = load_cluster("h200-128")
+    two = workload(k3.model, recipe_for(batch=2, tokens=S), targets_for(k3.model, rank=16))
+    assert price(two, cluster, plan(64), FUSED).feasible
+    tensor = ParallelStrategy(mesh=Mesh(ep=4, tp=32), checkpointing="full", base_format="mxfp4")
+    cut, split = (price(k3.work, cluster, one, FUSED) for one in (plan(32), tensor))
+    assert cut.memory.reserved_bytes < split.memory.reserved_bytes and not cut.feasible
+    assert cut.time.step_ms < split.time.step_ms
+    names = {one.name: one.milliseconds for one in cut.time.components}
+    assert names["context_gathers"] > 0 and "context_ring" not in names
+    assert "context_gathers" not in {one.name for one in split.time.components}
+
+
+def test_half_the_tokens_a_rank_cost_half_the_attention(k3: SimpleNamespace) -> None:
+    def attention(report: CostReport) -> float:
+        return next(one.milliseconds for one in report.time.components if one.name == "attention")
+
+    cluster = load_cluster("h200-128")
+    near, far = (attention(price(k3.work, cluster, plan(cp), FUSED)) for cp in (16, 32))
+    assert near / far == pytest.approx(2.0, rel=0.05), "the rest is what does not shrink: others' tokens expanded"
+    assert near / far < 2.0
+
+
+def test_layers_with_states_may_be_cut_when_exploring(k3: SimpleNamespace) -> None:
+    """Legal, considered inside a domain, and refused as not executable."""
+    cluster = load_cluster("h200-128")
+    assert violations(k3.model, k3.recipe, cluster, plan(32), explore=True) == ()
+    refused = violations(k3.model, k3.recipe, cluster, plan(32))
+    assert "cp = 32" in next(one.message for one in refused if one.rule == "runtime-runs-it")
+    odd = recipe_for(batch=4, tokens=S + 2)
+    rules = {one.rule for one in violations(k3.model, odd, cluster, plan(32), explore=True)}
+    assert "sequence-divides" in rules
+
+
+def test_degrees_on_offer_divide_the_sequence(build: SimpleNamespace) -> None:
+    profile, recipe = build.tiny(4), build.recipe_of(batch=4, tokens=12)
+    found = legal_strategies(profile, recipe, build.cluster_of("h200-8"), explore=True)
+    assert {one.mesh.cp for one in found} == {1, 2}, "12 tokens divide into 2·2 pieces, not into 2·4 or 2·8"
