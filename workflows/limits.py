@@ -95,6 +95,8 @@ class _Worker(threading.Thread, Generic[T]):
 def interrupted_after(node: str, seconds: float | None) -> Iterator[None]:
     """Interrupt this process's main thread when the time is over, so that workers save before they stop.
 
+    A shell's background job ignores interrupts; while this waits, it does not.
+
     Raises:
         RunError: ``timed-out`` in place of the interrupt.
     """
@@ -107,6 +109,9 @@ def interrupted_after(node: str, seconds: float | None) -> Iterator[None]:
         over.set()
         os.kill(os.getpid(), signal.SIGINT)
 
+    deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread()
+    if deaf:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(seconds, ring)
     timer.daemon = True
     timer.start()
@@ -118,6 +123,8 @@ def interrupted_after(node: str, seconds: float | None) -> Iterator[None]:
         raise
     finally:
         timer.cancel()
+        if deaf:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def late(node: str, seconds: float) -> RunError:

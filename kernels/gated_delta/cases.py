@@ -20,7 +20,7 @@ from shardwright.kernels.gated_delta.cost import cost
 from shardwright.kernels.gated_delta.reference import gated_delta_chunk_reference
 from shardwright.kernels.kda import cases as kda_cases
 from shardwright.kernels.kda.cases import INPUT_NAMES, PASSES, SEED, documents_of
-from shardwright.kernels.launched import cases_of, meta
+from shardwright.kernels.launched import cases_of, meta, noted
 
 
 def inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> tuple[Tensor, ...]:
@@ -74,7 +74,16 @@ def compile_cases() -> tuple[LaunchCase, ...]:
     """Every kernel of both passes at the benchmark's widths."""
     drawn = inputs({"T": 256, "H": 16, "HV": 32, "K": 128, "V": 128}, torch.bfloat16, "meta", SEED)[:7]
     learning = [meta(tuple(t.shape), t.dtype, learns=True) for t in drawn]
-    return cases_of("gated_delta", lambda: op.gated_delta(*learning)[0])
+    return noted(cases_of("gated_delta", lambda: op.gated_delta(*learning)[0]), spills=SPILLS)
+
+
+SPILLS: Mapping[str, tuple[int, str]] = {
+    "scalar_keys_kernel": (
+        128,
+        "on one H200, T 8192 and H 32, forward and backward: 2.76 ms with these spills, 3.02 without (64 columns in 8 "
+        "warps)",
+    ),
+}
 
 
 def bad_inputs(device: str) -> tuple[BadInput, ...]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.search_spaces.cost.plans import Plans
-from shardwright.search_spaces.cost.step import PCIE_BYTES_PER_S
+from shardwright.search_spaces.cost.step_compute import PCIE_BYTES_PER_S
 from shardwright.search_spaces.cost.workload import Workload
 
 PROCESS_START_S = {"cuda": 20.0, "cpu": 12.0, "npu": 20.0}

@@ -31,7 +31,7 @@ def test_rules_a_model_that_proposes_all_and_two_that_fail_stand_in_one_table() 
     talks, breaks = in_turn([message("I would rather not.")]), in_turn([Raw(b"<html>")])
     with serve(talks) as one, serve(breaks) as other:
         endpoints = {"talks": ("m", one.base_url), "breaks": ("m", other.base_url)}
-        scores = {score.name: score for score in agents_compare.compare(endpoints, ["mixtral"])}
+        scores = {score.name: score for score in agents_compare.compare(endpoints, ["gpt_oss"])}
     rules, scripted, talked, broke = (scores[name] for name in ("rules", "scripted", "talks", "breaks"))
     assert scripted.found == scripted.fusible == rules.fusible > 0 and rules.found == talked.found == broke.found == 0
     assert not any(score.illegal for score in scores.values())

@@ -85,6 +85,26 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="session")
+def sinks(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example with a tiny gpt_oss, whose softmax over scores and sinks no pattern knows."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("sinks")
+    shutil.copytree(built, folder, dirs_exist_ok=True)
+    config = AutoConfig.for_model(
+        "gpt_oss", hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, vocab_size=264, num_local_experts=4, num_experts_per_tok=2,
+        bos_token_id=0, eos_token_id=0, pad_token_id=1, layer_types=["full_attention", "full_attention"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    for old in (folder / "checkpoint").glob("*.safetensors*"):
+        old.unlink()
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "checkpoint")
+    return folder
+
+
 @pytest.fixture
 def tiny(built: Path, tmp_path: Path) -> Path:
     """A copy of the example to damage at will: checkpoint/, recipe.yaml, train.jsonl, held_out.jsonl, policy.yaml."""

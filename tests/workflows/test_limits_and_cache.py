@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -104,8 +105,18 @@ def test_a_node_that_takes_too_long_ends_with_its_cause_and_goes_on_later(tmp_pa
     assert drive(request_of(), run, stages=fakes.fake_stages(), policy=approving).status == "finished"
 
 
-def test_training_past_its_time_is_interrupted_and_can_be_resumed(tmp_path, request_of, approving) -> None:
+@pytest.mark.parametrize("heard", [True, False], ids=["foreground", "background"])
+def test_training_past_its_time_is_interrupted_and_can_be_resumed(tmp_path, request_of, approving, heard) -> None:
     """The main thread gets what Ctrl-C gives it, so that workers save; the cause is the time, not the user."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler if heard else signal.SIG_IGN)
+    try:
+        past_its_time(tmp_path, request_of, approving)
+        assert heard or signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def past_its_time(tmp_path, request_of, approving) -> None:
     run, seen = tmp_path / "run", []
 
     def launch(*arguments):

@@ -30,8 +30,8 @@ PLAN = {
 }
 ADVICE = [
     call("list_regions"),
-    call("propose_region", region="region-1", nodes=[], reason="<script>alert(1)</script>"),
-    call("finish", order=["region-1"], reason="waste first"),
+    call("propose_region", region="region-2", nodes=[], reason="<script>alert(1)</script>"),
+    call("finish", order=["region-2"], reason="waste first"),
     call("evaluate_plan", **PLAN),
     call("enqueue_trial", plan="plan-1"),
     call("finish", explanation="experts stay where they are"),
@@ -50,10 +50,10 @@ def advised(cli: Any, built: Path, out: Path, script: Any) -> AdaptationPlan:
     return load_plan(out)
 
 
-def test_advice_is_gated_recorded_and_replayed(cli, built, tmp_path) -> None:
-    plain = make(cli, built, tmp_path / "plain.json")
+def test_advice_is_gated_recorded_and_replayed(cli, sinks, tmp_path) -> None:
+    plain = make(cli, sinks, tmp_path / "plain.json")
     assert plain.code == 0, plain.err
-    off, plan = load_plan(tmp_path / "plain.json"), advised(cli, built, tmp_path / "on.json", in_turn(ADVICE))
+    off, plan = load_plan(tmp_path / "plain.json"), advised(cli, sinks, tmp_path / "on.json", in_turn(ADVICE))
     assert off.evidence.provenance.llm == "off" and off.evidence.provenance.llm_record is None
     record = plan.evidence.provenance.llm_record
     assert record is not None and record.end == "complete" and record.capabilities is not None
@@ -68,7 +68,7 @@ def test_advice_is_gated_recorded_and_replayed(cli, built, tmp_path) -> None:
     recording = tmp_path / "on.llm.jsonl"
     assert all(json.loads(line)["request_sha256"] for line in recording.read_text().splitlines())
     again = ("--llm", "advise", "--llm-url", "http://127.0.0.1:9/v1", "--llm-model", "scripted")
-    done = make(cli, built, tmp_path / "again.json", *again, "--llm-replay", recording, "--offline")
+    done = make(cli, sinks, tmp_path / "again.json", *again, "--llm-replay", recording, "--offline")
     assert done.code == 0, done.err
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "on.json").read_bytes()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,58 +13,8 @@ from shardwright.agents.llm.kernel_writer.candidates import load, usable
 from shardwright.agents.llm.scripted import in_turn, message, serve
 from shardwright.schemas.errors import LlmError
 
-ROTATED = """
-import torch
-import triton
-import triton.language as tl
-
-
-@triton.jit
-def forward_kernel(x0, x1, x2, x3, y0, rows, block: tl.constexpr):
-    at = tl.program_id(0)
-    column = tl.arange(0, block)
-    shared = (at % rows) * block + column
-    own = at * block + column
-    one = (tl.load(x3 + own).to(tl.float32) * tl.load(x2 + shared).to(tl.float32)).to(tl.bfloat16)
-    other = (tl.load(x1 + own).to(tl.float32) * tl.load(x0 + shared).to(tl.float32)).to(tl.bfloat16)
-    tl.store(y0 + own, (one.to(tl.float32) + other.to(tl.float32)).to(tl.bfloat16))
-
-
-@triton.jit
-def backward_kernel(x0, x1, x2, x3, dy0, dx0, dx1, dx2, dx3, rows, copies, block: tl.constexpr):
-    row = tl.program_id(0)
-    column = tl.arange(0, block)
-    shared = row * block + column
-    sine = tl.load(x0 + shared).to(tl.float32)
-    cosine = tl.load(x2 + shared).to(tl.float32)
-    first = tl.zeros([block], tl.float32)
-    second = tl.zeros([block], tl.float32)
-    for copy in range(copies):
-        own = (copy * rows + row) * block + column
-        given = tl.load(dy0 + own).to(tl.float32)
-        first += given * tl.load(x1 + own).to(tl.float32)
-        second += given * tl.load(x3 + own).to(tl.float32)
-        tl.store(dx1 + own, (given * sine).to(tl.bfloat16))
-        tl.store(dx3 + own, (given * cosine).to(tl.bfloat16))
-    tl.store(dx0 + shared, first.to(tl.bfloat16))
-    tl.store(dx2 + shared, second.to(tl.bfloat16))
-
-
-def forward(x0, x1, x2, x3):
-    batch, heads, rows, columns = x1.shape
-    y0 = torch.empty(x1.shape, dtype=x1.dtype, device=x1.device)
-    forward_kernel[(batch * heads * rows,)](x0, x1, x2, x3, y0, rows, columns)
-    return (y0,)
-
-
-def backward(x0, x1, x2, x3, dy0):
-    batch, heads, rows, columns = x1.shape
-    dx0, dx1 = torch.empty_like(x0), torch.empty_like(x1)
-    dx2, dx3 = torch.empty_like(x2), torch.empty_like(x3)
-    backward_kernel[(rows,)](x0, x1, x2, x3, dy0, dx0, dx1, dx2, dx3, rows, batch * heads, columns)
-    return (dx0, dx1, dx2, dx3)
-"""
-"""y0 = x3 · x2 + x1 · x0, the halves of a rotation, x0 and x2 shared by batch and heads."""
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from written_kernels.cheats import HONEST
 
 ALLOWED = "approve: true\nallow_written_kernels: true\n"
 
@@ -73,21 +24,21 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
 
 
 PROPOSES = [
-    call("propose_region", region="region-1", nodes=["node-6", "node-7", "node-8"], reason="one pass"),
-    call("finish", order=["region-1"], reason="it is all there is"),
+    call("propose_region", region="region-3", nodes=["node-0", "node-1", "node-2"], reason="one pass"),
+    call("finish", order=["region-3"], reason="it is all there is"),
     call("finish", explanation="none"),
 ]
 
 
 @pytest.fixture
-def planned(cli, built: Path, tmp_path: Path) -> Path:
-    """A plan of tiny-moe with one proposed region, made by the first test that asks."""
-    kept, out = built.parent / "tiny-with-a-proposed-region.json", tmp_path / "plan.json"
+def planned(cli, sinks: Path, tmp_path: Path) -> Path:
+    """A plan of a tiny gpt_oss with one proposed region, made by the first test that asks."""
+    kept, out = sinks.parent / "sinks-with-a-proposed-region.json", tmp_path / "plan.json"
     if not kept.exists():
         with serve(in_turn(PROPOSES)) as served:
             llm = ("--llm", "required", "--llm-url", served.base_url, "--llm-model", "scripted")
-            more = ("-c", "cpu-2", "-r", built / "recipe.yaml", "-o", kept, "--trials", "2", *llm)
-            done = cli("plan", built / "checkpoint", *more)
+            more = ("-c", "cpu-2", "-r", sinks / "recipe.yaml", "-o", kept, "--trials", "2", *llm)
+            done = cli("plan", sinks / "checkpoint", *more)
         assert done.code == 0, done.err
     out.write_bytes(kept.read_bytes())
     return out
@@ -106,19 +57,19 @@ def policy_file(folder: Path, text: str = ALLOWED) -> Path:
 
 
 @pytest.mark.slow
-def test_a_kernel_is_written_judged_kept_and_approved(cli, built: Path, planned: Path, tmp_path: Path) -> None:
+def test_a_kernel_is_written_judged_kept_and_approved(cli, sinks: Path, planned: Path, tmp_path: Path) -> None:
     region, out = region_of(planned), tmp_path / "written"
-    base = ("kernels", "write", planned, "--region", region, "--checkpoint", built / "checkpoint", "--out", out)
-    wrong = ROTATED.replace("+ other.to(tl.float32)", "- other.to(tl.float32)")
-    assert wrong != ROTATED
-    with serve(in_turn([message(json.dumps({"source": one})) for one in (wrong, ROTATED)])) as served:
+    base = ("kernels", "write", planned, "--region", region, "--checkpoint", sinks / "checkpoint", "--out", out)
+    wrong = HONEST.replace("scaled + mask", "scaled - mask")
+    assert wrong != HONEST
+    with serve(in_turn([message(json.dumps({"source": one})) for one in (wrong, HONEST)])) as served:
         llm = ("--llm-url", served.base_url, "--llm-model", "scripted", "--llm-limit", "calls=9")
         done = cli(*base, "--policy", policy_file(tmp_path), *llm)
     assert done.code == 0, done.err
     assert "torch.compile on cpu" in done.err and "attempt 2" in done.out and "of 9 calls" in done.out
     (record,) = out.glob("[0-9a-f]*[0-9a-f].json")
     candidate, source = load(record)
-    assert source == ROTATED and candidate.compile_ms is not None and candidate.ms is None
+    assert source == HONEST and candidate.compile_ms is not None and candidate.ms is None
     with pytest.raises(LlmError, match="not-approved"):
         usable(record)
 
@@ -126,7 +77,7 @@ def test_a_kernel_is_written_judged_kept_and_approved(cli, built: Path, planned:
     assert done.code == 1 and "other-hash" in done.err
     done = cli("kernels", "approve", record, "--sha256", candidate.source_sha256, "--actor", "ada")
     assert done.code == 0 and "approved by ada" in done.out
-    assert usable(record) == ROTATED
+    assert usable(record) == HONEST
 
     (recording,) = out.glob("*.llm.jsonl")
     again = ("--llm-url", "http://127.0.0.1:9/v1", "--llm-model", "scripted", "--llm-limit", "calls=9")
@@ -135,11 +86,11 @@ def test_a_kernel_is_written_judged_kept_and_approved(cli, built: Path, planned:
 
 
 @pytest.mark.slow
-def test_no_attempt_that_fails_is_kept(cli, built: Path, planned: Path, tmp_path: Path) -> None:
+def test_no_attempt_that_fails_is_kept(cli, sinks: Path, planned: Path, tmp_path: Path) -> None:
     out = tmp_path / "written"
     with serve(in_turn([message(json.dumps({"source": "import os\n"}))])) as served:
         done = cli(
-            *("kernels", "write", planned, "--region", region_of(planned), "--checkpoint", built / "checkpoint"),
+            *("kernels", "write", planned, "--region", region_of(planned), "--checkpoint", sinks / "checkpoint"),
             *("--policy", policy_file(tmp_path), "--out", out, "--llm-url", served.base_url, "--llm-model", "scripted"),
         )
     assert done.code == 9 and "3 attempts, none passed" in done.err and "screen" in done.err
@@ -147,10 +98,10 @@ def test_no_attempt_that_fails_is_kept(cli, built: Path, planned: Path, tmp_path
 
 
 def test_what_may_not_be_written_is_refused_before_anything_is_asked(
-    cli, built: Path, planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli, built: Path, sinks: Path, planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SHARDWRIGHT_LLM_URL", raising=False)
-    region, checkpoint = region_of(planned), ("--checkpoint", built / "checkpoint")
+    region, checkpoint = region_of(planned), ("--checkpoint", sinks / "checkpoint")
 
     def write(policy: str, wanted: str, *more: object) -> Any:
         return cli("kernels", "write", planned, "--region", wanted, "--policy", policy_file(tmp_path, policy), *more)
@@ -167,10 +118,14 @@ def test_what_may_not_be_written_is_refused_before_anything_is_asked(
     assert done.code == 8 and "no language model is named" in done.err
     done = write(ALLOWED, region, *checkpoint, "--offline", "--llm-url", "http://127.0.0.1:9/v1", "--llm-model", "m")
     assert done.code == 8 and "--offline" in done.err
-    shapes = write(
-        ALLOWED, "swiglu:attention+moe/experts:experts", *checkpoint, "--llm-url", "http://127.0.0.1:9/v1",
-        "--llm-model", "m",
-    )  # fmt: skip
+    tiny = tmp_path / "tiny.json"
+    more = ("-c", "cpu-2", "-r", built / "recipe.yaml", "-o", tiny, "--trials", "2")
+    assert cli("plan", built / "checkpoint", *more).code == 0
+    shapes = cli(
+        *("kernels", "write", tiny, "--region", "swiglu:attention+moe/experts:experts"),
+        *("--policy", policy_file(tmp_path), "--checkpoint", built / "checkpoint"),
+        *("--llm-url", "http://127.0.0.1:9/v1", "--llm-model", "m"),
+    )
     assert shapes.code == 6 and "one-shape" in shapes.err
 
 

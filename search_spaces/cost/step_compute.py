@@ -1,0 +1,88 @@
+"""What a step computes: layers, recomputation, head and loss, the optimizer; and launches that computing leaves open.
+
+Legend: m micro-batches per step, T tokens of one on a rank, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardwright.search_spaces.cost.memory_weights import adapter_shard
+from shardwright.search_spaces.cost.plans import Array, per_value
+
+if TYPE_CHECKING:
+    from shardwright.search_spaces.cost.layer_time import LayerTime
+    from shardwright.search_spaces.cost.step import Step
+
+FORMULAS = {
+    "dense_linears": "m·L·4·T·N_dense flops (forward and input gradient), or weights and activations moved",
+    "attention": "m·L·2·S·T·n·d flops causal, backward 2.5×; latent, linear and sparse by their own counts",
+    "norms": "bytes of two norms per layer by the chosen provider",
+    "residual_and_rotary": "bytes of residual adds, rotary and dense SwiGLU",
+    "adapters": "2·r·(in + out) per token or row, backward 2×; larger of flops and bytes",
+    "experts": "12·R·H·I flops plus weights and rows moved, R of the fullest rank",
+    "expert_rows": "sort, gather, activation, weighting, combine: 24 + 12 passes over R·H when eager",
+    "dequantise": "one layer's packed weights unpacked in each pass: b·N written",
+}
+
+CURVES = {"experts": "grouped_gemm_flops", "dense_linears": "gemm_flops", "attention": "attention_flops"}
+
+OPTIMIZER_LAUNCHES = 40
+"""Kernels of clipping and one foreach update; assumed."""
+
+PCIE_BYTES_PER_S = 25e9
+"""Host to device copies per rank; assumed."""
+
+HOST_BYTES_PER_S = 20e9
+"""One rank's share of host memory bandwidth in an update made there; assumed."""
+
+
+def layers_compute(step: Step, layers: list[LayerTime]) -> None:
+    """Every kind of layer, forward, backward and again where it is recomputed."""
+    recompute = np.zeros(len(step.plans))
+    sums: dict[str, Array] = {}
+    for position, (layer, one) in enumerate(zip(step.work.layers, layers, strict=True)):
+        waits = step.wait_s(one.forward, one.launches[0]), step.wait_s(one.backward, one.launches[1])
+        for count, again in step.counts(position, layer):
+            for name, (forward, backward) in one.terms.items():
+                sums[name] = sums.get(name, 0.0) + count * (forward + backward)
+            recompute = recompute + (count * one.forward if again else 0.0)
+            step.launching_s = step.launching_s + count * ((2 if again else 1) * waits[0] + waits[1])
+    for name, seconds in sums.items():
+        step.add(name, seconds, "compute", FORMULAS[name], step.rates.origin(CURVES.get(name, "copy_bytes_per_s")))
+    step.add("recompute", recompute, "compute", "the forward of recomputed layers again")
+
+
+def head_and_loss(step: Step) -> None:
+    """The output projection with the loss."""
+    work = step.work
+
+    def counted(tokens: int) -> tuple[float, ...]:
+        cost = step.fused.cost(
+            "linear_cross_entropy", {"T": tokens, "H": work.hidden, "V": work.vocabulary}, work.dtype
+        )
+        found: list[float] = []
+        for one in (cost.forward, cost.backward):
+            found += [one.flops, one.bytes_read + one.bytes_written, one.launches] if one else [0.0, 0.0, 0.0]
+        return tuple(found)
+
+    numbers = per_value(step.tokens, counted)
+    seconds = np.zeros(len(step.plans))
+    for flops, moved, launches in (numbers[:3], numbers[3:]):
+        spent = step.rates.gemm_s(flops, 0.0 * flops, step.tokens) + step.rates.traffic_s(moved)
+        step.launching_s = step.launching_s + step.m * step.wait_s(spent, launches)
+        seconds = seconds + spent
+    step.add("head_and_loss", step.m * seconds, "compute", "4·T·H·V flops and the logits' passes through memory")
+
+
+def optimizer(step: Step) -> None:
+    """Clipping and the update of local adapters, on the device or the host."""
+    local = adapter_shard(step.work, step.plans, step.stage)
+    passes = 10 * step.work.adapter_bytes * local
+    away = step.plans.offloads("adapter_optimizer")
+    hosted = passes / HOST_BYTES_PER_S + 3 * step.work.adapter_bytes * local / PCIE_BYTES_PER_S
+    seconds = np.where(away, hosted, step.rates.traffic_s(passes))
+    step.launching_s = step.launching_s + step.wait_s(seconds, OPTIMIZER_LAUNCHES)
+    step.add("optimizer", seconds, "optimizer", "10 passes over local adapters: clip, moments, update")
