@@ -1,25 +1,28 @@
 """Measured points for the cost model, many in one process on one device.
 
 ``python benchmarks/cost_points.py [--models M,...] [--executors eager,fused] [--limit-seconds 120]
-[--point-seconds 45] [--calibrate FILE] [--append]``
+[--point-seconds 45] [--steps 5] [--calibrate FILE] [--append]``
 
 Every point (``points_shapes.py``) is a few layers at full width with random weights under the runtime's own adapters,
-experts, fusions, checkpointing and optimizer. One warm-up step, then timed steps. A line of bench ``cost-points``:
+experts, fusions, checkpointing and optimizer. Warm-up steps, then timed steps. A line of bench ``cost-points``:
 
 - ``peak_bytes``: most allocated during the timed steps (moments of AdamW present), ``weights_bytes``: allocated before
   the first step;
 - ``reserved_bytes``: most that the allocator held; ``context_bytes``: what the device shows beyond that;
-- ``step_ms`` median, ``worst_ms``; rows of the fullest expert over the mean.
+- ``step_ms`` median, ``worst_ms``; rows of the fullest expert over the mean;
+- ``out_of_memory`` alone, where the device had too little.
 
-No point begins after ``--limit-seconds``; a point that runs out of memory or time is named on stderr and left out.
-``--self-test`` runs miniatures on any device and writes nothing. ``--replay FILE`` appends lines that another machine
-printed.
+Points run in a process beside this one (``points_process.py``): one that fails, hangs or takes its process down is
+named on stderr, and the others go on. No point begins after ``--limit-seconds``; lines come as points end.
+``--self-test`` runs miniatures on any device and writes nothing; fused ones too where Triton's interpreter is on
+(``TRITON_INTERPRET=1``). ``--replay FILE`` appends lines that another machine printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import signal
 import statistics
 import sys
@@ -34,13 +37,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from lines import append, line
 from points_model import Recomputed, Side, live_model
+from points_process import FAILED, OUT_OF_MEMORY, Supervised
 from points_shapes import SHAPES, Point, points, tiny_points
 from torch import Tensor
 
 from shardwright.runtime.experts.balance import max_over_mean
 from shardwright.schemas.bench import BenchLine
+from shardwright.schemas.errors import ShardwrightError
 
-WARMUP, STEPS = 1, 3
+WARMUP, STEPS = 2, 5
+"""The allocator has its final shape after the second step: AdamW's moments appear at the end of the first."""
+
+PROBLEMS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, ShardwrightError)
+"""What may go wrong with one point and says nothing about the next."""
 
 
 class TooLong(RuntimeError):
@@ -95,7 +104,7 @@ class Meter:
         }
 
 
-def measure(side: Side, point: Point, meter: Meter) -> dict[str, float]:
+def measure(side: Side, point: Point, meter: Meter, steps: int = STEPS) -> dict[str, float]:
     """Steps of one point."""
     vocabulary = point.hf_config().vocab_size
     shape = (point.batch, point.tokens)
@@ -105,7 +114,7 @@ def measure(side: Side, point: Point, meter: Meter) -> dict[str, float]:
     meter.reset()
     weights, times, hottest = meter.allocated(), [], 0.0
     with Recomputed(side, point.how):
-        for number in range(WARMUP + STEPS):
+        for number in range(WARMUP + steps):
             if number == WARMUP and meter.cuda:
                 torch.cuda.reset_peak_memory_stats()
             began = meter.now()
@@ -131,11 +140,13 @@ def forget_moments(side: Side) -> None:
     side.optimizer.inner.state.clear()
 
 
-def run(chosen: Sequence[Point], dtype: torch.dtype, whole_s: float, point_s: float) -> Iterator[BenchLine]:
+def run(
+    chosen: Sequence[Point], dtype: torch.dtype, whole_s: float, point_s: float, steps: int = STEPS
+) -> Iterator[BenchLine]:
     """Measure points in order; builds a model once for those that share it.
 
     Yields:
-        One line a measured point.
+        One line a point that began: its figures, ``out_of_memory`` or ``failed``.
     """
     meter, began = Meter(), time.perf_counter()
     side: Side | None = None
@@ -144,6 +155,7 @@ def run(chosen: Sequence[Point], dtype: torch.dtype, whole_s: float, point_s: fl
         if time.perf_counter() - began > whole_s:
             _say(f"{point.case}: not begun, {whole_s:g} s are over")
             continue
+        found: dict[str, float] = {}
         try:
             with limit(point_s):
                 if point.built != built:
@@ -152,14 +164,19 @@ def run(chosen: Sequence[Point], dtype: torch.dtype, whole_s: float, point_s: fl
                     side, built = live_model(point, dtype), point.built
                     _say(f"built {point.built} at {time.perf_counter() - began:.1f} s")
                 assert side is not None
-                found = measure(side, point, meter)
-        except (TooLong, torch.OutOfMemoryError) as problem:
-            _say(f"{point.case}: left out, {type(problem).__name__}: {str(problem)[:200]}")
+                found = measure(side, point, meter, steps)
+            forget_moments(side)
+            _say(f"{point.case}: {found['step_ms']:.1f} ms, {found['peak_bytes'] / 2**30:.2f} GiB")
+        except torch.OutOfMemoryError as problem:
+            found = {OUT_OF_MEMORY: 1.0}
+            _say(f"{point.case}: out of memory: {str(problem)[:200]}")
+        except PROBLEMS as problem:
+            found = {FAILED: 1.0}
+            _say(f"{point.case}: failed, {type(problem).__name__}: {str(problem)[:400]}")
+        if "step_ms" not in found:
             side, built = None, ()
             meter.reset()
-            continue
-        forget_moments(side)
-        _say(f"{point.case}: {found['step_ms']:.1f} ms, {found['peak_bytes'] / 2**30:.2f} GiB")
+            meter.now()  # raises where the device itself is lost: this process ends, another goes on behind the point
         yield line({"bench": "cost-points", "case": point.case, "passes": "step", "metrics": found})
 
 
@@ -177,37 +194,60 @@ def calibrate(path: Path) -> None:
     write_atomic(path, pretty_bytes(microbenchmarks(quick=False, progress=_say)))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; exit code 2 for an unknown model, 1 where no point could be measured."""
+def parser_of() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cost_points.py")
     parser.add_argument("--models", default="", help=f"of {', '.join(SHAPES)}; all unless told")
     parser.add_argument("--executors", default="eager,fused")
     parser.add_argument("--limit-seconds", type=float, default=120.0, help="no point begins later")
     parser.add_argument("--point-seconds", type=float, default=45.0, help="one point, its model's building included")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"timed steps of a point, after {WARMUP}")
     parser.add_argument("--calibrate", type=Path, help="first measure the machine into this file")
     parser.add_argument("--append", action="store_true", help="append to benchmarks/results")
     parser.add_argument("--self-test", action="store_true", help="miniatures on any device; writes nothing")
     parser.add_argument("--replay", type=Path, help="append the lines of this file instead of measuring")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; exit code 2 for an unknown model, 1 where no point could be measured."""
+    options = parser_of().parse_args(arguments)
     if options.replay:
-        lines = [BenchLine.model_validate_json(text) for text in options.replay.read_text().splitlines() if text]
-        append(lines)
+        given = options.replay.read_text().splitlines()
+        append([BenchLine.model_validate_json(text) for text in given if text.startswith("{")])
         return 0
     models = tuple(name for name in options.models.split(",") if name)
+    executors = tuple(options.executors.split(","))
     if unknown := [name for name in models if name not in SHAPES]:
         _say(f"unknown: {', '.join(unknown)}; known: {', '.join(SHAPES)}")
         return 2
-    if options.calibrate:
+    if options.worker == "calibrate":
         calibrate(options.calibrate)
-    chosen = tiny_points() if options.self_test else points(models, tuple(options.executors.split(",")))
-    dtype = torch.float32 if options.self_test else torch.bfloat16
+        return 0
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    chosen = tiny_points(interpreted) if options.self_test else points(models, executors)
+    if options.worker:
+        asked = set(options.worker.split(","))
+        own = [point for point in chosen if point.case in asked]
+        dtype = torch.float32 if options.self_test else torch.bfloat16
+        for found in run(own, dtype, options.limit_seconds, options.point_seconds, options.steps):
+            sys.stdout.write(found.model_dump_json() + "\n")
+            sys.stdout.flush()
+        return 0
+    script = [sys.executable, str(Path(__file__).resolve())]
+    if options.calibrate:
+        beside = [*script, "--worker", "calibrate", "--calibrate", str(options.calibrate)]
+        Supervised(beside, options.limit_seconds, _say).run_alone()
+    common = [f"--models={options.models}", f"--executors={options.executors}", f"--steps={options.steps}"]
+    common += [f"--point-seconds={options.point_seconds}"] + ["--self-test"] * options.self_test
+    beside = Supervised([*script, *common], options.point_seconds, _say)
     measured = 0
-    for found in run(chosen, dtype, options.limit_seconds, options.point_seconds):
+    for text in beside.lines([point.case for point in chosen], options.limit_seconds):
         measured += 1
-        sys.stdout.write(found.model_dump_json() + "\n")
+        sys.stdout.write(text + "\n")
         sys.stdout.flush()
         if options.append and not options.self_test:
-            append([found])
+            append([BenchLine.model_validate_json(text)])
     return 0 if measured else 1
 
 

@@ -10,6 +10,8 @@ from families_own import OWN, write
 from families_tiny import main_type, tiny_config
 
 NORM_OPS = frozenset({"layer_norm", "native_layer_norm", "rms_norm"})
+EXPERTS = ("experts", "experts_loop", "experts_embedding")
+"""Patterns of an experts block: stacks, a loop over matrices, neurons in embedding tables."""
 ACTIVATION_OPS = frozenset({"silu", "gelu", "relu"})
 
 
@@ -99,7 +101,7 @@ def _capture(family: str, folder: Path) -> dict[str, Any]:
     )
     found = Counter(match.pattern.name for match, _ in certificates)
     targets = Counter(node.target for node in nodes if node.kind == "op")
-    experts = "proved" if legal["experts"] else "one node" if targets["experts"] else "no"
+    experts = "proved" if any(legal[name] for name in EXPERTS) else "one node" if targets["experts"] else "no"
     return {
         "graphs": {one.kind: one.capture for one, _ in pairs},
         "lost": lost,
@@ -107,7 +109,7 @@ def _capture(family: str, folder: Path) -> dict[str, Any]:
         "capture_reason": "; ".join(f"{kind}: {why}" for kind, why in sorted(layers_lost.items())),
         "experts": experts,
         "norms": found["rms_norm"] + sum(targets[op] for op in NORM_OPS),
-        "activations": found["swiglu"] + found["experts"] + sum(targets[op] for op in ACTIVATION_OPS),
+        "activations": sum(found[name] for name in ("swiglu", *EXPERTS)) + sum(targets[op] for op in ACTIVATION_OPS),
         "found": dict(sorted(found.items())),
         "legal": dict(sorted(legal.items())),
         "refused": dict(sorted(refused.items())),

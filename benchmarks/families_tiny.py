@@ -123,7 +123,12 @@ _SMALL: dict[str, Any] = {
 _TOKEN_ID = re.compile(r"(_token_id|_token_index|_token_ids)$|^(image|video|audio)_token$")
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "dbrx": {"ffn_config.moe_num_experts": 8, "attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
+    "dbrx": {
+        "ffn_config.moe_num_experts": 8,
+        "ffn_config.moe_top_k": 2,
+        "attn_config.rope_theta": 10000.0,
+        "attn_config.clip_qkv": 8.0,
+    },
     "deepseek_ocr2": {
         "text_config.num_experts_per_tok": 2,
         "text_config.mlp_layer_types": ["dense"] + ["sparse"] * (LAYERS - 1),
@@ -142,6 +147,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe": {"text_config.rope_parameters.mrope_section": [3, 3, 2]},
     "gemma4": {"text_config.enable_moe_block": True},
     "glm5_next": {"text_config.index_topk": 16},
+    "glm4v_moe": {"text_config.rope_parameters.mrope_section": [2, 1, 1]},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2},
     "hy_v4_vl": {"text_config.rope_parameters.mrope_section": [2, 1, 1]},
     "inkling2": {"text_config.unpadded_vocab_size": 264},

@@ -80,7 +80,7 @@ def lines_of(raw: Iterable[Raw], devices: int, calibration: Path | None, prefix:
             base = "bfloat16" if "bfloat16" in one["case"] else "float32"
             metrics["passed"] = float(metrics["gradient_error"] <= TOLERANCE[base])
         if one["kind"] == "steps" and "step_ms" in metrics:
-            predicted = predict(one["case"], devices, calibration)
+            predicted = predict(one["case"], devices, calibration, tuple(map(tuple, one.get("loads", ()))))
             if predicted is not None:
                 metrics |= predicted
                 pairs.append(metrics)
@@ -91,8 +91,15 @@ def lines_of(raw: Iterable[Raw], devices: int, calibration: Path | None, prefix:
     return [{"bench": f"{prefix}-{devices}", **fields} for fields in found]
 
 
-def predict(case: str, devices: int, calibration: Path | None) -> dict[str, float] | None:
-    """Peak and step time of a step setting by the product's own model; ``None`` for an unknown case."""
+def predict(
+    case: str, devices: int, calibration: Path | None, loads: tuple[tuple[float, ...], ...] = ()
+) -> dict[str, float] | None:
+    """Peak and step time of a step setting by the product's own model; ``None`` for an unknown case.
+
+    Args:
+        loads: measured shares of rows by layer and expert, as a plan has them from ``--load-profile``: a router with
+            random weights is less even than the prior for trained ones.
+    """
     from multi_gpu_cases import step_settings
     from multi_gpu_model import fusions_for
     from points_model import described
@@ -121,7 +128,7 @@ def predict(case: str, devices: int, calibration: Path | None) -> dict[str, floa
     base = load_cluster("h200-8")
     cluster = base.model_copy(update={"name": f"h200-{ranks_}", "devices_per_node": ranks_, "nodes": 1})
     curves = load_calibration(calibration) if calibration is not None and calibration.is_file() else None
-    report = estimate(what.profile, recipe, cluster, strategy, what.targets, fusions, curves)
+    report = estimate(what.profile, recipe, cluster, strategy, what.targets, fusions, curves, loads)
     return {
         "predicted_peak_bytes": float(report.memory.peak_bytes),
         "predicted_reserved_bytes": float(report.memory.reserved_bytes),

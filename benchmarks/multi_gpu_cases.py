@@ -107,7 +107,7 @@ class Setting:
         s = self.strategy
         words = [f"{name}{getattr(s.mesh, name)}" for name in ("replicate", "shard", "ep") if getattr(s.mesh, name) > 1]
         kept = "" if s.reshard_after_forward else "-kept"
-        chunked = f"-{s.overlap}" if s.overlap != "none" else ""
+        chunked = f"-{s.overlap}{s.overlap_chunks}" if s.overlap != "none" else ""
         plan = f"{'x'.join(words)}{kept}-{s.checkpointing}-b{s.micro_batch_sequences}{chunked}"
         return f"{self.model}-{self.layers}layers/{plan}/t{self.tokens}/{self.executor}"
 
@@ -119,35 +119,39 @@ REHEARSED_TOKENS = 64
 def step_settings(world: int, models: tuple[str, ...], rehearse: bool) -> list[Setting]:
     """At most six plans a model, mixed so that memory and time order them differently.
 
-    The two sharded layouts with and without recomputation, weights kept between passes, and two sequences at once.
+    Both sharded layouts at the micro-batch that a run would choose (kernels bound it) and at a small one (the host
+    does), activations kept, and weights kept between passes.
     """
     found = []
     for model in models:
         layers = (2 if model == "qwen3-30b" else 4) if rehearse else FULL_LAYERS[model]
         tokens = REHEARSED_TOKENS if rehearse else 4096
-        both = Mesh(shard=2, ep=world // 2) if world >= 4 else None
+        wide = Mesh(shard=2, ep=world // 2) if world >= 4 else Mesh(shard=world)
         plans = [
-            ParallelStrategy(mesh=Mesh(ep=world), checkpointing="full"),
-            ParallelStrategy(mesh=Mesh(shard=world), checkpointing="full"),
+            ParallelStrategy(mesh=Mesh(ep=world), checkpointing="full", micro_batch_sequences=8),
+            ParallelStrategy(mesh=wide, checkpointing="full", micro_batch_sequences=8),
             ParallelStrategy(mesh=Mesh(ep=world), checkpointing="full", micro_batch_sequences=2),
-            ParallelStrategy(mesh=both, checkpointing="full")
-            if both
-            else ParallelStrategy(mesh=Mesh(shard=world), checkpointing="full", reshard_after_forward=False),
+            ParallelStrategy(mesh=wide, checkpointing="full", micro_batch_sequences=4),
         ]
         if model == "qwen3-30b":
+            kept = {"reshard_after_forward": False, "micro_batch_sequences": 4}
             plans += [
-                ParallelStrategy(mesh=Mesh(ep=world), checkpointing="none"),
-                ParallelStrategy(mesh=Mesh(shard=world), checkpointing="full", micro_batch_sequences=2),
+                ParallelStrategy(mesh=Mesh(ep=world), checkpointing="none", micro_batch_sequences=2),
+                ParallelStrategy(mesh=Mesh(shard=world), checkpointing="full", **kept),
             ]
         executor = "eager" if rehearse else "fused"
         found += [Setting(model, layers, plan, tokens, executor) for plan in plans]
     return found
 
 
+OVERLAP_SEQUENCES = 8
+
+
 def overlap_settings(world: int, model: str, rehearse: bool) -> list[Setting]:
-    """Expert parallelism over all ranks without overlap, and with it where the runtime runs it."""
+    """Expert parallelism over all ranks without overlap, and in four and eight pieces."""
     layers, tokens = (2, REHEARSED_TOKENS) if rehearse else (8, 4096)
-    plans = [ParallelStrategy(mesh=Mesh(ep=world))]
+    whole = ParallelStrategy(mesh=Mesh(ep=world), micro_batch_sequences=OVERLAP_SEQUENCES)
+    plans = [whole]
     if runs("overlap", "chunked"):
-        plans.append(ParallelStrategy(mesh=Mesh(ep=world), overlap="chunked", overlap_chunks=2))
+        plans += [whole.model_copy(update={"overlap": "chunked", "overlap_chunks": pieces}) for pieces in (4, 8)]
     return [Setting(model, layers, plan, tokens, "eager" if rehearse else "fused") for plan in plans]

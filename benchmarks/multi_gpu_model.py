@@ -107,7 +107,17 @@ def build(
     resolved = resolve_targets(shapes, LoraSpec(targets=targets, rank=RANK, alpha=ALPHA), model_type=family)
     meter = LoadMeter()
     adapter = getattr(torch, precision.adapter)
-    inject(model, resolved, model_type=family, ranks=ranks, meter=meter, dropout=0.0, dtype=adapter)
+    inject(
+        model,
+        resolved,
+        model_type=family,
+        ranks=ranks,
+        meter=meter,
+        dropout=0.0,
+        dtype=adapter,
+        chunks=strategy.overlap_chunks,
+        padding=strategy.expert_padding_tokens,
+    )
     install_fusions(model, decisions_for(model, fusions_for(operators, strategy.mesh.ep)))
     if strategy.checkpointing == "full":
         checkpoint_layers(list(decoder_layers(model).values()), meter)

@@ -32,6 +32,7 @@ from multi_gpu_timeline import exposed_share
 from points_shapes import SHAPES, TINY
 
 from shardwright.runtime.device import Device, open_device
+from shardwright.runtime.garbage import collected_between_steps
 from shardwright.schemas.canonical import pretty_bytes
 from shardwright.schemas.cluster import CurvePoint
 from shardwright.schemas.files import write_atomic
@@ -41,10 +42,11 @@ from shardwright.schemas.strategy import Mesh, ParallelStrategy
 WARMUP, STEPS = 2, 4
 
 
-def out(kind: str, case: str, **metrics: float) -> None:
-    """A result of the first rank."""
+def out(kind: str, case: str, loads: list[list[float]] | None = None, **metrics: float) -> None:
+    """A result of the first rank; ``loads``: measured shares of rows by layer and expert."""
     if dist.get_rank() == 0:
-        sys.stdout.write("RESULT " + json.dumps({"kind": kind, "case": case, "metrics": metrics}) + "\n")
+        found = {"kind": kind, "case": case, "metrics": metrics, **({"loads": loads} if loads else {})}
+        sys.stdout.write("RESULT " + json.dumps(found) + "\n")
         sys.stdout.flush()
 
 
@@ -168,7 +170,7 @@ def steps(given: argparse.Namespace, device: Device) -> None:
             continue
         live, rows = _live(setting, given.rehearse, device)
         weights = torch.cuda.memory_allocated() if device.kind == "cuda" else 0
-        times, hottest = [], 0.0
+        times, hottest, seen = [], 0.0, []
         for number in range(WARMUP + (1 if given.rehearse else STEPS)):
             if number == WARMUP and device.kind == "cuda":
                 torch.cuda.reset_peak_memory_stats()
@@ -179,13 +181,18 @@ def steps(given: argparse.Namespace, device: Device) -> None:
             live.apply()
             device.synchronize()
             times.append(_largest(time.perf_counter() - began, device))
+            if number >= WARMUP:
+                seen.append(torch.stack([n.double() for n in loads.values()]))
             hottest = max([hottest, *(float(n.max()) * n.numel() / max(float(n.sum()), 1.0) for n in loads.values())])
         peak = torch.cuda.max_memory_allocated() if device.kind == "cuda" else 0
         reserved = torch.cuda.max_memory_reserved() if device.kind == "cuda" else 0
         seconds = statistics.median(times[WARMUP:])
+        rows_seen = torch.stack(seen).sum(0)
+        shares = (rows_seen / rows_seen.sum(1, keepdim=True)).tolist()
         out(
             "steps",
             setting.case,
+            [[round(share, 6) for share in layer] for layer in shares],
             step_ms=1e3 * seconds,
             tokens_per_s=rows.numel() * dist.get_world_size() / seconds,
             peak_bytes=_largest(float(peak), device),
@@ -255,7 +262,8 @@ def main() -> None:
         torch.set_num_threads(1)
     device = open_device(kind, int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(device.backend, timeout=datetime.timedelta(seconds=90))
-    {"calibrate": calibrate, "parity": parity, "steps": steps, "overlap": overlap}[given.what](given, device)
+    with collected_between_steps():
+        {"calibrate": calibrate, "parity": parity, "steps": steps, "overlap": overlap}[given.what](given, device)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

@@ -153,7 +153,7 @@ def recipe_of(point: Point) -> Recipe:
 
 @lru_cache(maxsize=64)
 def _described(
-    built: tuple[Any, ...], point: Point
+    built: tuple[Any, ...], overrides: tuple[tuple[str, Any], ...], point: Point
 ) -> tuple[CheckpointProfile, tuple[LoraTarget, ...], tuple[FusionDecision, ...]]:
     _, _, targets, decisions = adapted_model(point, torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
@@ -163,7 +163,7 @@ def _described(
 def described(point: Point) -> Described:
     """Profile, recipe, targets and fusions of a point, as the product itself would read them."""
     first = Point(*point.built, 2048, 1, "none", overrides=point.overrides)
-    profile, targets, fusions = _described(point.built, first)
+    profile, targets, fusions = _described(point.built, tuple(point.overrides), first)
     return Described(profile, recipe_of(point), targets, fusions)
 
 

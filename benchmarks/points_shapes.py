@@ -182,25 +182,32 @@ _FUSED: dict[str, dict[tuple[str, ...], tuple[tuple[int, int, str], ...]]] = {
 }
 
 
+_LATER = {("experts",): 2, ("attention",): 2}
+"""Groups that come after those that adapt both, eager and fused, of every model."""
+
+
 def points(models: tuple[str, ...] = (), executors: tuple[str, ...] = ("eager", "fused")) -> list[Point]:
-    """All points in measuring order: points of one built model stand together, eager ones first."""
-    found = []
-    for executor, table in (("eager", _EAGER), ("fused", _FUSED)):
-        if executor not in executors:
-            continue
-        for model, groups in table.items():
-            if models and model not in models:
+    """All points in measuring order: points of one built model stand together, and a run that is cut short has seen
+    every model, eager and fused, before it comes to the groups of one kind of adapters."""
+    groups: list[tuple[int, list[Point]]] = []
+    for place, (executor, table) in enumerate((("eager", _EAGER), ("fused", _FUSED))):
+        for model, of_model in table.items():
+            if executor not in executors or (models and model not in models):
                 continue
-            for targets, rows in groups.items():
-                found += [Point(executor, model, targets, LAYERS[model], *row) for row in rows]
-    return found
+            for targets, rows in of_model.items():
+                found = [Point(executor, model, targets, LAYERS[model], *row) for row in rows]
+                groups.append((_LATER.get(targets, place), found))
+    return [point for _, found in sorted(groups, key=lambda group: group[0]) for point in found]
 
 
-def tiny_points() -> list[Point]:
-    """The same families in miniature, for any device."""
-    return [
+def tiny_points(fused: bool = False) -> list[Point]:
+    """The same families in miniature, for any device; fused ones, shorter still, for one that runs the kernels."""
+    found = [
         Point("eager", model, targets, LAYERS[model], 64, 1, how, tuple(TINY[model].items()))
         for model in SHAPES
         for targets in (("attention",), BOTH)
         for how in ("none", "full")
     ]
+    if fused:
+        found += [Point("fused", model, BOTH, 2, 8, 1, "full", tuple(TINY[model].items())) for model in SHAPES]
+    return found

@@ -2,7 +2,9 @@
 
 One step of each eager point of ``points_shapes.py`` runs forward and backward without data: every storage that appears
 counts from its creation to its last reference, in blocks of 512 bytes as the CUDA allocator rounds. Routing is even.
-What a kernel takes inside itself is not seen, and CPU attention stands for CUDA's. Nothing is written.
+What a kernel takes inside itself is not seen, and CPU attention stands for CUDA's. Where autograd adds two gradients it
+does so in place, but out of place under a dispatch mode: such a sum counts only once what was added is let go. Nothing
+is written.
 """
 
 from __future__ import annotations
@@ -39,12 +41,16 @@ class Live(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self.summing = False
         self.known: dict[int, weakref.ref[Any]] = {}
 
     def reset(self) -> None:
         self.peak = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.summing:
+            self.peak = max(self.peak, self.now)
+        self.summing = _adds_gradients(func, args)
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
@@ -66,7 +72,14 @@ class Live(TorchDispatchMode):
 
         self.known[key] = weakref.ref(storage, gone)
         self.now += size
-        self.peak = max(self.peak, self.now)
+        if not self.summing:
+            self.peak = max(self.peak, self.now)
+
+
+def _adds_gradients(func: Any, args: Any) -> bool:
+    """Whether this is a sum of two tensors inside a backward."""
+    inside = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+    return inside and func is torch.ops.aten.add.Tensor and all(isinstance(one, Tensor) for one in args[:2])
 
 
 class Allocations:

@@ -33,6 +33,8 @@ from shardwright.schemas.strategy import Mesh
 
 FUSIONS = ("moe_layer", "router", "rms_norm", "add_rms_norm", "qk_norm_rope", "kda", "linear_cross_entropy")
 """Operators that a case may use; ``grouped_lora_mlp`` takes the place of ``moe_layer`` where it is named instead."""
+NOT_NORMS_OF_TOKENS = ("q_norm", "k_norm", "kv_a_layernorm")
+"""Norms on heads, and one that reads part of what its projection gives: ``rms_norm`` takes whole rows."""
 WITHOUT = {"Qwen3MoeConfig": ("kda",), "KimiLinearConfig": ("router", "qk_norm_rope")}
 """Operators that a family has no place for."""
 
@@ -179,7 +181,7 @@ def _norms(model: nn.Module) -> FusionDecision | None:
     plain = {
         name: module
         for name, module in found.items()
-        if "Gated" not in type(module).__name__ and name.rsplit(".", 1)[-1] not in ("q_norm", "k_norm")
+        if "Gated" not in type(module).__name__ and name.rsplit(".", 1)[-1] not in NOT_NORMS_OF_TOKENS
     }
     if not plain:
         return None

@@ -11,6 +11,7 @@ LAYER = re.compile(r"^(?P<stem>(?:.*\.)?(?:layers|blocks|h|block)\.)(?P<index>\d
 
 _VISION = re.compile(
     r"(^|\.)(vision_tower|vision_model|vision_encoder|visual|vit|image_encoder|audio_tower|audio_model)\."
+    r"|^(talker|code2wav)\."
 )
 _PROJECTOR = re.compile(r"(^|\.)(mm_projector|multi_modal_projector|vit_large_projector|projector|embed_vision)\.")
 _MTP = re.compile(r"(^|\.)(mtp|mtp_layers|nextn)(\.|_)")
@@ -18,10 +19,10 @@ _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|word_embeddings|tok_embeddings|wte
 _HEAD = re.compile(r"(^|\.)(lm_head|head|output|embed_out)\.(weight|bias)$")
 
 _ROUTER = re.compile(
-    r"(^|\.)(gate|router|wg|moe_statics)(\.|$)|e_score_correction_bias$|expert_bias$|router_bias$|balancing_biases$|tid2eid$"
+    r"(^|\.)(gate|router|router_gate|wg|moe_statics)(\.|$)|e_score_correction_bias$|expert_bias$|router_bias$|balancing_biases$|tid2eid$"
 )
 _SHARED = re.compile(r"(^|\.)(shared_experts?|share_expert|shared_mlp|shared_expert_gate)\.")
-_EXPERTS = re.compile(r"(^|\.)(experts|text_moe|vision_moe)\.")
+_EXPERTS = re.compile(r"(^|\.)(experts|text_moe|vision_moe)\.|(^|\.)(down|up)_embed\.weight$")
 _LATENT = re.compile(
     r"(^|\.)(routed_expert_(down_proj|norm|up_proj)|fc[12]_latent_proj|(pre|post)_expert_(proj|norm))\."
 )

@@ -12,6 +12,8 @@ from shardwright.schemas.errors import CheckpointError
 MAX_CONFIG_BYTES = 16 << 20
 CONFIG_FILE = "config.json"
 
+PARTS = ("ffn_config", "attn_config")
+"""Groups in which some families give the sizes of their MLP and their attention."""
 TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where multimodal configurations keep their language model, in order of preference."""
 
@@ -77,11 +79,12 @@ class ModelConfig:
         return {}
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """The first of several spellings that the language model's config holds, ``null`` counting as absent."""
-        for name in names:
-            if self.text.get(name) is not None:
-                return self.text[name]
-        return default
+        """The first of several spellings that the language model's config holds, ``null`` counting as absent.
+
+        A family that gives attention and MLP a group of their own (:data:`PARTS`) has the other sizes there.
+        """
+        parts = [self.text, *(part for part in map(self.text.get, PARTS) if isinstance(part, dict))]
+        return next((part[name] for part in parts for name in names if part.get(name) is not None), default)
 
     def count(self, *names: str, default: int = 0) -> int:
         """Like :meth:`get`, for a non-negative integer.

@@ -20,7 +20,9 @@ _BUFFER = re.compile(
     r"|self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)$"
 )
 _GATE_BIAS = re.compile(r"\.(ffn|mlp)\.gate\.bias$")
-GATE_BIAS_IS_CORRECTION = frozenset({"deepseek_v3", "deepseek_v32", "deepseek_v4"})
+GATE_BIAS_IS_CORRECTION = frozenset(
+    {"deepseek_v3", "deepseek_v32", "deepseek_v4", "inkling", "inkling2", "inkling2_loop"}
+)
 """Families whose own files call the selection bias ``gate.bias``."""
 TRAINED_ROUTER_BIAS = frozenset({"afmoe", "ernie4_5_moe", "ernie4_5_vl_moe", "laguna"})
 """Families whose class declares the router's selection bias as a parameter; everywhere else it is a buffer."""

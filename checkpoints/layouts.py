@@ -45,7 +45,7 @@ glm4_moe_lite glm4v_moe glm5_next glm_moe_dsa granitemoe granitemoe_swa granitem
 hunyuan_v1_moe hy_v3 hy_v4 hy_v4_vl inkling inkling2 inkling2_loop jamba kimi_k25 kimi_k3 kimi_linear kolibri1 laguna
 lara_mini lfm2_moe longcat_flash mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl mistral4 mistral_large4
 mixtral muse_spark olmoe phimoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl_moe qwen4_exp
-sarvam_mla sarvam_moe solar_open step3p7 unlimited_ocr zaya
+sarvam_mla sarvam_moe solar_open step3p5 step3p7 unlimited_ocr zaya
 """
 
 _OTHERS: dict[str, ExpertLayout] = {
@@ -58,6 +58,20 @@ _OTHERS: dict[str, ExpertLayout] = {
 }
 
 LAYOUTS: dict[str, ExpertLayout] = {**dict.fromkeys(_STANDARD_FAMILIES.split(), STANDARD), **_OTHERS}
+
+
+NOT_ADAPTED = {
+    "dbrx": "all experts of a block are rows of one matrix, which is read outside the module that PEFT would wrap: an "
+    "adapter could be trained, and no PEFT would apply it",
+    "doge": "an expert is one neuron in two embedding tables, so it has no matrix to factor",
+    "longcat_flash": "some experts are identities, and its two stacks count different ones",
+}
+"""Families whose routed experts get no adapter, and why."""
+
+
+def not_adapted(model_type: str) -> str:
+    """Why a family's routed experts get no adapter; empty where they may."""
+    return NOT_ADAPTED.get(model_type.removesuffix("_text"), "")
 
 
 def expert_layout(model_type: str) -> ExpertLayout:

@@ -150,6 +150,10 @@ class NameMap:
         """How a logical file tensor is stored."""
         return self._logical[tensor]
 
+    def stored_dtype(self, stored: str) -> str:
+        """The format of a file tensor, by its own name."""
+        return self._headers.tensors[stored].dtype
+
     def missing(self) -> tuple[str, ...]:
         """Parameters that no file tensor fills."""
         return tuple(name for name in self._shapes if name not in self._sources)

@@ -26,13 +26,18 @@ EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size")
 DENSE_WIDTH = ("dense_intermediate_size", "intermediate_size_mlp")
 SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 LAYER_LISTS = ("layers_block_type", "layer_types")
 """One entry for each layer; some families give no other count."""
 FIXED_TOP_K = {"switch_transformers": 1, "nllb-moe": 2}
 """Families whose class has the number of experts for one token built in."""
+SINGLE_NEURONS = frozenset({"doge"})
+"""Families whose routed experts are one neuron each, beside a dense MLP; ``is_moe`` says whether there are any."""
+WITHOUT_STACKS = frozenset({"dbrx", "jetmoe", "longcat_flash", "nllb-moe", "switch_transformers"}) | SINGLE_NEURONS
+"""Families whose experts are no stacks that ranks can share out: one matrix for all of them, a module each, a stack in
+each linear, stacks of different numbers, or tables of neurons."""
 HIDDEN = ("hidden_size", "d_model", "n_embd")
-HEADS = ("num_attention_heads", "n_head", "n_heads")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
 
 
 def model_shape(config: ModelConfig) -> ModelShape:
@@ -43,7 +48,8 @@ def model_shape(config: ModelConfig) -> ModelShape:
     """
     heads = config.count(*HEADS)
     hidden = config.count(*HIDDEN)
-    experts = _first(config, EXPERTS)
+    neurons = config.text_model_type in SINGLE_NEURONS
+    experts = _first(config, EXPERTS) if not neurons or config.get("is_moe") else 0
     top_k = _first(config, TOP_K) or (FIXED_TOP_K.get(config.text_model_type, 0) if experts else 0)
     if experts and not 0 < top_k <= experts:
         raise CheckpointError(
@@ -52,7 +58,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
             where=str(config.folder / CONFIG_FILE),
             next_action="correct config.json or fetch it again",
         )
-    width = config.count("intermediate_size", "ffn_hidden_size")
+    width = config.count("intermediate_size", "ffn_hidden_size", "d_ff", "decoder_ffn_dim")
     expert_width = _first(config, EXPERT_WIDTH)
     dense_width = _first(config, DENSE_WIDTH)
     layout = LAYOUTS.get(config.text_model_type)
@@ -62,17 +68,18 @@ def model_shape(config: ModelConfig) -> ModelShape:
             num_layers=_layers(config),
             vocab_size=config.count("vocab_size"),
             num_attention_heads=heads,
-            num_key_value_heads=config.count("num_key_value_heads", "num_kv_heads", default=heads),
+            num_key_value_heads=config.count("num_key_value_heads", "num_kv_heads", "kv_n_heads", default=heads),
             head_dim=_head_dim(config, hidden, heads),
-            dense_intermediate_size=dense_width or (width if expert_width or not experts else 0),
-            expert_intermediate_size=(expert_width or width) if experts else 0,
+            dense_intermediate_size=dense_width or (width if expert_width or neurons or not experts else 0),
+            expert_intermediate_size=(1 if neurons else expert_width or width) if experts else 0,
             num_experts=experts,
             experts_per_token=top_k if experts else 0,
             num_shared_experts=_first(config, SHARED) or int(_first(config, SHARED_WIDTH) > 0),
             tie_word_embeddings=config.tie_word_embeddings,
-            max_position_tokens=config.count("max_position_embeddings"),
+            max_position_tokens=config.count("max_position_embeddings", "max_seq_len"),
             gated_mlp=layout.gated if layout else True,
             expert_hidden_size=config.count("routed_expert_hidden_size", "moe_latent_size") if experts else 0,
+            expert_stacks=not experts or config.text_model_type not in WITHOUT_STACKS,
             **_attention_sizes(config),
         )
     except ValidationError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from decimal import Decimal
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
@@ -13,7 +13,7 @@ import torch
 
 from shardwright.checkpoints.build import build_on_meta
 from shardwright.checkpoints.components import component_of
-from shardwright.checkpoints.layouts import expert_layout
+from shardwright.checkpoints.layouts import expert_layout, not_adapted
 from shardwright.schemas.errors import LegalityError, RecipeError
 from shardwright.schemas.lora import LoraTarget
 from shardwright.schemas.recipe import LoraSpec
@@ -93,11 +93,22 @@ def resolve_targets(
         Targets in the model's order, each weight once.
 
     Raises:
-        LegalityError: ``target-matches-nothing``, ``rank-pattern-matches-nothing``, ``router-target``,
-            ``unknown-expert-layout``.
+        LegalityError: ``target-matches-nothing``, ``rank-pattern-matches-nothing``, ``shared-matches-nothing``,
+            ``router-target``, ``unknown-expert-layout``, ``experts-not-adapted``.
         RecipeError: ``expert-dropout``.
     """
     candidates = {name: shape for name, shape in parameter_shapes.items() if adaptable(name, shape)}
+    why = not_adapted(model_type)
+    if why and any(role_of(name, len(shape)) == "experts" for name, shape in parameter_shapes.items()):
+        candidates = {name: shape for name, shape in candidates.items() if role_of(name, len(shape)) != "experts"}
+        refused = [target for target in lora.targets if _asks_for_experts(target, parameter_shapes)]
+        if refused:
+            raise LegalityError(
+                "experts-not-adapted",
+                f"target {refused[0]!r} asks for the routed experts of {model_type}: {why}",
+                where="recipe.lora.targets",
+                next_action="target attention, dense_mlp, shared_experts or all-linear, whichever the model has",
+            )
     chosen: set[str] = set()
     for target in lora.targets:
         chosen |= _matched(target, candidates, lora.allow_router)
@@ -111,6 +122,14 @@ def resolve_targets(
             )
     targets = tuple(_target(name, shape, lora, model_type) for name, shape in candidates.items() if name in chosen)
     stacked = next((target for target in targets if target.kind == "experts"), None)
+    if stacked is None and lora.experts == "shared":
+        raise LegalityError(
+            "shared-matches-nothing",
+            f"one adapter for all experts of a block is asked for, and none of the {len(targets)} targets is a stack "
+            "of experts",
+            where="recipe.lora.experts",
+            next_action="add experts to recipe.lora.targets, or set recipe.lora.experts to per_expert",
+        )
     if stacked is not None and Decimal(lora.dropout) != 0:
         raise RecipeError(
             "expert-dropout",
@@ -120,6 +139,14 @@ def resolve_targets(
             next_action="set dropout to 0, or target attention only",
         )
     return targets
+
+
+def _asks_for_experts(target: str, parameter_shapes: dict[str, tuple[int, ...]]) -> bool:
+    """Whether a target is the experts' role, or a pattern that names nothing but their parameters."""
+    if target in ROLES or target == ALL_LINEAR:
+        return target == "experts"
+    named = [name for name in parameter_shapes if matches(target, name)]
+    return bool(named) and all(role_of(name, len(parameter_shapes[name])) == "experts" for name in named)
 
 
 def _matched(target: str, candidates: dict[str, tuple[int, ...]], allow_router: bool) -> set[str]:
@@ -151,7 +178,8 @@ def _matched(target: str, candidates: dict[str, tuple[int, ...]], allow_router: 
 def _nearest(target: str, candidates: dict[str, tuple[int, ...]]) -> str:
     leaves = sorted({name.removesuffix(".weight").rsplit(".", 1)[-1] for name in candidates})
     wanted = target.rsplit(".", 1)[-1]
-    close = [leaf for leaf in leaves if wanted in leaf] or get_close_matches(wanted, leaves, n=3, cutoff=0.4)
+    common = {one: SequenceMatcher(None, wanted, one).find_longest_match().size for one in (*leaves, *ROLES)}
+    close = sorted((one for one in common if 2 * common[one] >= len(wanted)), key=lambda one: -common[one])[:3]
     return f"; the nearest names are {', '.join(close)}" if close else f"; its names are {', '.join(leaves[:12])}"
 
 
@@ -172,6 +200,7 @@ def _target(name: str, shape: tuple[int, ...], lora: LoraSpec, model_type: str) 
         in_features=in_features,
         out_features=out_features,
         num_experts=shape[0] if kind == "experts" else 0,
+        shared=kind == "experts" and lora.experts == "shared",
         rank=rank,
         alpha=lora.alpha,
         scaling=scaling(lora.alpha, rank, lora.use_rslora),

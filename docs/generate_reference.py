@@ -78,6 +78,8 @@ def schema_reference() -> str:
 def _kind(value: dict[str, Any]) -> str:
     if "$ref" in value:
         name = value["$ref"].rsplit("/", 1)[1]
+        if name == "JsonValue":  # pydantic's own: no section of the page is about it
+            return "any JSON value"
         return f"[{name}](#{name.lower()})"
     if "anyOf" in value:
         return " or ".join(dict.fromkeys(_kind(item) for item in value["anyOf"]))

@@ -167,7 +167,7 @@ OPERATORS: dict[str, OperatorEntry] = {
         op_path="packed_experts.op:packed_experts",
         cost_path="packed_experts.cost:cost",
         suite_path="packed_experts.cases:SUITE",
-        more_suites=("packed_experts.cases:LORA_SUITE",),
+        more_suites=("packed_experts.cases:LORA_SUITE", "packed_experts.biased_cases:SUITE"),
         dimensions=("R", "E", "H", "I"),
         borrowed=("grouped_lora_mlp", "permute", "tuned.py"),
     ),

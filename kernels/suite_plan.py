@@ -37,6 +37,7 @@ EXPERTS = (
     SuiteStep(verify=("moe_layer",), cases=("moe/256e8", "moe-lora/256e8"), pass_s=30),
     SuiteStep(verify=("linear_cross_entropy",), cases=("linear-ce/8k",), pass_s=25),
     SuiteStep(verify=("packed_experts",), cases=("moe-mxfp4/k3-ep64-4k", "moe-mxfp4/k3-ep64-64k"), pass_s=25),
+    SuiteStep(verify=("packed_experts",), cases=("moe-mxfp4/gpt-oss",), pass_s=25),
     SuiteStep(verify=("permute", "router"), cases=("permute/", "router/"), pass_s=10),
     SuiteStep(verify=("qk_norm_rope", "gated_rms_norm", "latent_norm"), cases=("qk-norm-rope/", "rope-mla/"), pass_s=8),
     SuiteStep(verify=("grouped_lora_mlp", "packed_experts", "linear_cross_entropy"), cases=("",)),

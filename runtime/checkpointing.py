@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.runtime.context import Cut, cutting
+from shardwright.runtime.context import active as active_cut
 from shardwright.runtime.experts.balance import LoadMeter
 from shardwright.runtime.routing import Choices, Routes, active, choosing
 from shardwright.runtime.segments import Bounds, segments
@@ -90,11 +92,11 @@ class CheckpointedForward:
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         around = active()
         choices = Choices(outer=around if isinstance(around, Routes) else None)
-        return routed(choices), self._again(choices, active_segments())
+        return routed(choices), self._again(choices, active_segments(), active_cut())
 
     @contextmanager
-    def _again(self, choices: Choices, bounds: Bounds | None) -> Iterator[None]:
-        with self.meter.record(False), segments(bounds), routed(choices.again()):
+    def _again(self, choices: Choices, bounds: Bounds | None, cut: Cut | None) -> Iterator[None]:
+        with self.meter.record(False), segments(bounds), cutting(cut), routed(choices.again()):
             yield
 
 

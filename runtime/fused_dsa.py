@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwright.runtime.fused_dsa_borders import Borders
-from shardwright.runtime.fused_dsa_layer import NOT_ROTATED, DenseLatentAttention, SparseAttention
+from shardwright.runtime.fused_dsa_layer import DenseLatentAttention, SparseAttention
+from shardwright.runtime.fused_dsa_parts import NOT_ROTATED
 from shardwright.runtime.fused_dsa_pooled import PooledSparseAttention
 from shardwright.schemas.fusion import FusionDecision
 

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from shardwright.kernels.dsa.attention.choose import Choice
 from shardwright.kernels.registry import OPERATORS
 from shardwright.runtime.fused_dsa_borders import Borders
-from shardwright.runtime.fused_dsa_layer import INDEXER_PARTS, Halves, Scored, SparseAttention
+from shardwright.runtime.fused_dsa_layer import Scored, SparseAttention
+from shardwright.runtime.fused_dsa_parts import INDEXER_PARTS, Halves, Projected
 
 POOL_PARTS = ("pool_position", "pool_gate")
 
@@ -84,7 +85,7 @@ class Pools:
 
 @dataclass(frozen=True)
 class PooledSparseAttention(SparseAttention):
-    """A layer of this kind. Its indexer stays frozen: the loss of an indexer is one over keys, not over pools."""
+    """A layer of this kind. Its indexer learns over the pools that were chosen: those that are whole."""
 
     pool: int
 
@@ -100,32 +101,58 @@ class PooledSparseAttention(SparseAttention):
         """All is selected up to the tokens of the chosen pools and of one begun."""
         return self.choice_of(tokens, self.top_k + self.pool - 1)
 
-    @torch.no_grad()
-    def chosen(
-        self, x: Tensor, q_latent: Tensor, halves: Halves | None, borders: Borders
-    ) -> tuple[Tensor, Scored | None]:
-        """``[T, K + P − 1]``: tokens of the chosen pools and of the query's own, -1 for nothing."""
+    def pooled(self, x: Tensor, q_latent: Tensor, pools: Pools, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The indexer's q ``[T, J, D]``, keys of pools ``[N, D]`` and weights ``[T, J]``, made of detached states."""
+        with torch.set_grad_enabled(self.learns):
+            x = x.detach()
+            q, k, weights = self.index_values(x, q_latent.detach())
+            gates = F.linear(x, self.part("pool_gate")).flatten(0, 1)
+            return q, pools.keys(k, gates, self.part("pool_position"), ends), weights
+
+    def chosen(self, x: Tensor, q_latent: Tensor, halves: Halves | None, borders: Borders) -> tuple[Tensor, Scored]:
+        """``[T, K + P − 1]``: tokens of the chosen pools and of the query's own, -1 for nothing.
+
+        Behind what was scored stand the chosen pools ``[T, K / P]`` and their tokens ``[T, K]``, -1 for nothing.
+        """
         pools = Pools(self.pool, borders.first, borders.at)
-        q, k, weights = self.index_values(x, q_latent)
-        gates = F.linear(x, self.part("pool_gate")).flatten(0, 1)
         ends = pools.ends()
-        keys, number = pools.keys(k, gates, self.part("pool_position"), ends), pools.number()
+        scored = self.pooled(x, q_latent, pools, ends)
+        with torch.no_grad():
+            best = self._best(scored, pools)
+            starts = torch.cat((ends - self.pool + 1, ends.new_zeros(1))).to(torch.int32)
+            begins = starts[best.long()].masked_fill_(best < 0, -1)
+            tokens = begins[..., None] + torch.arange(self.pool, dtype=torch.int32, device=x.device)
+            tokens = tokens.masked_fill_(begins[..., None] < 0, -1).flatten(1)
+            return torch.cat((tokens, pools.begun().to(torch.int32)), 1), (*scored, best, tokens)
+
+    def _best(self, scored: tuple[Tensor, Tensor, Tensor], pools: Pools) -> Tensor:
+        """``[T, K / P]`` int32: the best pools of each query, -1 where it sees fewer."""
+        (q, keys, weights), number = scored, pools.number()
+        count = self.top_k // self.pool
+        if not keys.shape[0]:
+            return torch.full((q.shape[0], count), -1, dtype=torch.int32, device=q.device)
         order, starts = pools.grouped()
-        best = OPERATORS["dsa_indexer"].load_op()(
+        found = OPERATORS["dsa_indexer"].load_op()(
             q[order].contiguous(),
             keys[number[order]].contiguous(),
             weights[order].contiguous(),
-            top_k=self.top_k // self.pool,
+            top_k=count,
             scale=self.index_scale,
             cu_seqlens=starts,
+            precision=self.settings.scores,
         )
-        none = (best < 0) | (pools.whole[order] == 0)[:, None]
-        starts_of = (ends - self.pool + 1).to(torch.int32)
-        begins = torch.empty_like(best)
-        begins[order] = starts_of[number[order][best.clamp_min(0).long()]].masked_fill_(none, -1)
-        tokens = begins[..., None] + torch.arange(self.pool, dtype=torch.int32, device=x.device)
-        tokens.masked_fill_(begins[..., None] < 0, -1)
-        return torch.cat((tokens.flatten(1), pools.begun().to(torch.int32)), 1), None
+        none = (found < 0) | (pools.whole[order] == 0)[:, None]
+        best = torch.empty_like(found)
+        best[order] = number[order][found.clamp_min(0).long()].to(torch.int32).masked_fill_(none, -1)
+        return best
+
+    def _loss(self, scored: Scored, made: Projected, lse: Tensor, indices: Tensor) -> Tensor:
+        """KL of the attention from the indexer's scores, over the pools that were chosen; mean over tokens."""
+        from shardwright.kernels.dsa.kl.pooled import dsa_pooled_kl
+
+        q, keys, weights, chosen, tokens = scored
+        teacher = (*self.main(made), lse, chosen, tokens)
+        return dsa_pooled_kl(q, keys, weights, *teacher, attention_scale=self.scale, scale=self.index_scale)
 
     def taken_over(self, handed: Tensor, borders: Borders) -> Tensor:
         """The family says itself where a choice holds nothing."""

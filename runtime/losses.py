@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwright.runtime.batch import IGNORE, MicroBatch, as_batch
+from shardwright.runtime.context import CONTEXT, active, cut_batch, cutting
 from shardwright.runtime.images import seen_images
 from shardwright.runtime.masks import masks_by_kind
 from shardwright.runtime.segments import bounds_of, recurrent_layers, segments
@@ -32,17 +33,30 @@ def logits_of(model: nn.Module, ids: Tensor, positions: Tensor | None = None, im
     if positions is None:
         output: Any = model(input_ids=ids, use_cache=False, **seen)
         return output.logits
-    bounds = bounds_of(positions) if recurrent_layers(model) else None
+    cut = active() is not None
+    bounds = bounds_of(positions) if not cut and recurrent_layers(model) else None
+    masks = {} if cut else masks_by_kind(model, positions)
     with segments(bounds):
-        output = model(
-            input_ids=ids, use_cache=False, position_ids=positions, **masks_by_kind(model, positions), **seen
-        )
+        output = model(input_ids=ids, use_cache=False, **{"position_ids": positions, **masks}, **seen)
     return output.logits
 
 
 def summed_loss(model: nn.Module, batch: MicroBatch | Tensor) -> Tensor:
-    """Sum of −log p(label) over the labels that count, fp32; rows as :func:`as_batch` takes them."""
+    """Sum of −log p(label) over the labels that count, fp32; rows as :func:`as_batch` takes them.
+
+    Where the model's sequences are cut over ranks (``runtime.context``) rows are whole, and the sum is over the labels
+    of this rank's tokens.
+    """
     batch = batch if isinstance(batch, MicroBatch) else as_batch(batch)
+    place = getattr(model, CONTEXT, None)
+    if place is None:
+        return _summed(model, batch)
+    mine, cut = cut_batch(batch, place)
+    with cutting(cut):
+        return _summed(model, mine)
+
+
+def _summed(model: nn.Module, batch: MicroBatch) -> Tensor:
     switch: Switch | None = getattr(model, FUSED_LOSS, None)
     if switch is not None and switch.fused:
         head: Any = switch.fused_forward

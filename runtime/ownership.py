@@ -13,6 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from shardwright.runtime.experts.module import LoraExperts
 from shardwright.runtime.experts.placement import Slots, regroup, runs_of, spans
 from shardwright.runtime.lora.inject import is_adapter
+from shardwright.runtime.lora.stack import LoraStack
 from shardwright.runtime.mesh import Ranks
 
 Box = tuple[tuple[int, int], ...]
@@ -85,7 +86,8 @@ def local_values(value: Tensor) -> Tensor:
 
 def owned_parameters(model: nn.Module) -> dict[str, Owned]:
     """All parameters, tied ones once, in module order."""
-    experts = {name: module for name, module in model.named_modules() if isinstance(module, LoraExperts)}
+    stacked = (LoraExperts, LoraStack)
+    experts = {name: module for name, module in model.named_modules() if isinstance(module, stacked)}
     found = {}
     for name, parameter in model.named_parameters():
         module = experts.get(name.rpartition(".")[0])
@@ -155,10 +157,13 @@ def _members(owned: Owned, slots: Slots, ranks: Ranks) -> tuple[list[Slots], lis
 
     FSDP on another dim than experts leaves each EP group to itself.
     """
-    ep, shards = ranks.sizes.ep, ranks.sizes.shard if owned.shard_dim == 0 else 1
+    ep, shards = ranks.sizes.ep, ranks.expert_shards if owned.shard_dim == 0 else 1
     have = [tuple(slots[row] for row in span) for span in spans(len(slots), ep, shards)]
     want = [tuple(span) for span in spans(owned.shape[0], ep, shards)]
     if shards > 1:
+        cp = ranks.sizes.cp
+        order = [(s * cp + c) * ep + e for s in range(ranks.sizes.shard) for e in range(ep) for c in range(cp)]
+        have, want = [have[at] for at in order], [want[at] for at in order]
         return have, want, dist.get_rank(ranks.owner_group), ranks.owner_group
     return have, want, ranks.ep_rank, ranks.ep_group
 

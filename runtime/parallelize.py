@@ -87,14 +87,14 @@ def shard(
             if expert_mesh is None:
                 whole.update(experts.parameters())
             else:
-                packed = cut_dims(experts, ranks.sizes.shard)
+                packed = cut_dims(experts, ranks.expert_shards)
                 fully_shard(
                     experts,
                     mesh=expert_mesh,
-                    shard_placement_fn=partial(expert_placement, shards=ranks.sizes.shard, packed=packed),
+                    shard_placement_fn=partial(expert_placement, shards=ranks.expert_shards, packed=packed),
                     reshard_after_forward=of_experts,
                     mp_policy=replace(policy, param_dtype=None) if packed else policy,
-                    ignored_params=set(packed) if ranks.sizes.shard == 1 else None,
+                    ignored_params=set(packed) if ranks.expert_shards == 1 else None,
                 )
         fully_shard(layer, mesh=dense, ignored_params=whole, reshard_after_forward=of_dense, mp_policy=policy)
         units.append([layer, *(inner if expert_mesh is not None else [])])  # type: ignore[list-item]
@@ -127,6 +127,13 @@ def reshard_ranks(strategy: ParallelStrategy, domain: int) -> tuple[bool | int, 
     if strategy.reshard_scope != "node" or not everywhere:
         return everywhere, everywhere
     shards, ep = strategy.mesh.shard, strategy.mesh.ep
+    if strategy.mesh.cp > 1:
+        raise LegalityError(
+            "reshard-scope",
+            f"cp {strategy.mesh.cp}: groups inside a node are not formed where sequences are cut",
+            where="decision.strategy.reshard_scope",
+            next_action="choose reshard_scope all",
+        )
     if domain < 2 or shards * ep <= domain or (shards * ep) % domain or (domain % ep and ep % domain):
         raise LegalityError(
             "reshard-scope",

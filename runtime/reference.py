@@ -7,6 +7,7 @@ training model computes is compared with this.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from shardwright.runtime.files import Files, open_files
 from shardwright.runtime.images import seen_images
 from shardwright.runtime.load.decode import read_base
 from shardwright.runtime.lora.inject import adapter_names
+from shardwright.runtime.lora.stack import WEIGHT, takes_sizes
 from shardwright.schemas.lora import LoraTarget
 
 
@@ -80,6 +82,9 @@ def add_plain_lora(
             model.get_submodule(target.module).register_forward_hook(_linear_hook(a, b, scaling))
     for name, adapted in stacks.items():
         module: Any = model.get_submodule(name)
+        if takes_sizes(module):
+            module.forward = partial(_by_sizes, module, *adapted[WEIGHT])
+            continue
         loop = _ExpertLoop(module, adapted, model_type)
         module.forward = loop.every_expert if is_dense(module) else loop
     return leaves
@@ -91,6 +96,16 @@ def _linear_hook(a: Tensor, b: Tensor, scaling: float) -> Any:
         return output + scaling * F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
 
     return hook
+
+
+def _by_sizes(module: Any, a: Tensor, b: Tensor, scaling: float, inputs: Tensor, expert_size: list[int]) -> Tensor:
+    """Every expert of a stack inside a linear, on its own rows."""
+    parts = []
+    for expert, x in enumerate(inputs.split(expert_size)):
+        down, up = (a[expert], b[expert]) if a.dim() == 3 else (a, b)
+        y = F.linear(x, module.weight[expert])
+        parts.append(y + scaling * F.linear(F.linear(x, down.to(x.dtype)), up.to(x.dtype)))
+    return torch.cat(parts)
 
 
 class _ExpertLoop:
@@ -127,7 +142,8 @@ class _ExpertLoop:
             y = y + getattr(self.module, f"{stack}_bias")[expert]
         if stack in self.adapted:
             a, b, scaling = self.adapted[stack]
-            y = y + scaling * F.linear(F.linear(x, a[expert].to(x.dtype)), b[expert].to(x.dtype))
+            a, b = (a[expert], b[expert]) if a.dim() == 3 else (a, b)
+            y = y + scaling * F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
         return y
 
     def _activate(self, up: Tensor) -> Tensor:

@@ -26,13 +26,13 @@ RECURRENT = frozenset(
         *("Qwen3NextGatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen4ExpTextGatedDeltaNet", "LaraMiniGatedDeltaNet"),
         *("NemotronHMamba2Mixer", "GraniteMoeHybridMambaLayer", "JambaMambaMixer"),
         *("MiniMaxLightningAttention", "Lfm2MoeShortConv", "InklingShortConvolution"),
-        *("Glm5NextTextLinearAttention", "Glm5NextTextAttention"),
+        *("Glm5NextTextLinearAttention", "Glm5NextTextAttention", "DeepseekV4Attention"),
         *("Inkling2ShortConvolution", "Inkling2DynamicShortConvolution"),
         *("Inkling2LoopShortConvolution", "Inkling2LoopDynamicShortConvolution", "ZayaCCAProjection"),
     }
 )
-"""Classes of layers that carry a state, or a convolution's last inputs, along a row [B, S, H]; and one whose attention
-looks at no positions and counts its pools of keys from the row's first token."""
+"""Classes of layers that carry a state, or a convolution's last inputs, along a row [B, S, H]; and those whose
+attention counts its pools of keys from the row's first token."""
 
 _active: list[Bounds | None] = [None]
 
@@ -74,8 +74,8 @@ def keep_apart(model: nn.Module) -> None:
 def by_document(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A layer's forward that meets no document's end but its own input's.
 
-    What has a value for every token, [B, S, ...], is cut and joined with the input; a state that a layer returns beside
-    its output belongs to one document and is ``None`` here.
+    What has a value for every token, [B, S, ...], is cut and joined with the input, masks [B, n, S, S] in both of their
+    last dims; a state that a layer returns beside its output belongs to one document and is ``None`` here.
     """
 
     def apart(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -98,8 +98,17 @@ def by_document(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cut(size: torch.Size, row: slice, part: slice, value: Any) -> Any:
-    """One document's part of a tensor that has a value for every token; anything else as it is."""
-    return value[row, part] if isinstance(value, Tensor) and value.shape[:2] == size else value
+    """One document's part of a tensor that has a value for every token or for every pair, alone or in a group of such;
+    anything else as it is."""
+    if isinstance(value, dict):
+        return {key: _cut(size, row, part, one) for key, one in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_cut(size, row, part, one) for one in value)
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() == 4 and value.shape[0] == size[0] and value.shape[2:] == (size[1], size[1]):
+        return value[row, :, part, part]
+    return value[row, part] if value.shape[:2] == size else value
 
 
 def _joined(pieces: list[Any], bounds: Bounds) -> Tensor | None:

@@ -9,6 +9,8 @@ from torch import nn
 
 from shardwright.runtime.checkpointing import checkpoint_layers, recomputed
 from shardwright.runtime.checks.dtypes import require_one_trainable_dtype
+from shardwright.runtime.context_fusions import cut_fusions
+from shardwright.runtime.context_install import cut_sequences
 from shardwright.runtime.device import Device
 from shardwright.runtime.experts.balance import LoadMeter
 from shardwright.runtime.experts.hierarchical import Nodes, open_nodes
@@ -83,7 +85,9 @@ def build_on(
     )
     require_one_trainable_dtype(decoder_layers(model), model)
     keep_apart(model)
+    cut_sequences(model, ranks.place, decision.fusions)
     switches = install_fusions(model, decision.fusions)
+    cut_fusions(model, switches, decision.fusions)
     if strategy.overlap == "shared":
         put_shared_under_dispatch(model)
     checkpoint_layers(recomputed(list(decoder_layers(model).values()), strategy), meter)
@@ -103,16 +107,16 @@ def _nodes(plan: AdaptationPlan, ranks: Ranks) -> Nodes | None:
     """How EP groups lie over nodes, where the plan wants two stages.
 
     Raises:
-        LegalityError: ``dispatch-hierarchical`` where no EP group crosses nodes evenly.
+        LegalityError: ``dispatch-hierarchical`` where no EP group of neighbours crosses nodes evenly.
     """
     if plan.decision.strategy.dispatch != "hierarchical":
         return None
     devices = plan.decision.cluster.domain_devices
-    nodes = open_nodes(ranks.world, ranks.rank, ranks.sizes.ep, devices)
+    nodes = open_nodes(ranks.world, ranks.rank, ranks.sizes.ep, devices) if ranks.sizes.cp == 1 else None
     if nodes is None:
         raise LegalityError(
             "dispatch-hierarchical",
-            f"ep {ranks.sizes.ep} over nodes of {devices} devices has one stage",
+            f"ep {ranks.sizes.ep} over nodes of {devices} devices, cp {ranks.sizes.cp}: dispatch has one stage",
             where="decision.strategy.dispatch",
             next_action="choose dispatch all_to_all",
         )

@@ -26,6 +26,7 @@ from shardwright.runtime.experts import module as expert_module
 from shardwright.runtime.experts.balance import LoadMeter
 from shardwright.runtime.experts.dispatch import Route
 from shardwright.runtime.experts.packed import Packing, packed_experts_of
+from shardwright.runtime.experts.rows import TORCH, Moves, Rows
 from shardwright.runtime.files import open_files
 from shardwright.runtime.lora.inject import inject
 from shardwright.runtime.losses import summed_loss
@@ -167,12 +168,14 @@ def even_routing() -> Iterator[None]:
         expert_module.plan_route = before
 
 
-def _even_route(top_k_index: Tensor, num_experts: int, ep: int, group: Any) -> Route:
+def _even_route(top_k_index: Tensor, num_experts: int, ep: int, group: Any, by: Rows = TORCH) -> Route:
     flat = top_k_index.reshape(-1)
     order, total, local = torch.argsort(flat, stable=True), flat.numel(), num_experts // ep
+    leaves = Moves(order.view(top_k_index.shape), order)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
     sizes = [total * (i + 1) // local - total * i // local for i in range(local)]
     if ep == 1:
-        return Route(order, counts, [], [], None, sizes, counts)
+        return Route(leaves, counts, [], [], None, sizes, counts)
     parts = [total * (i + 1) // ep - total * i // ep for i in range(ep)]
-    return Route(order, counts, parts, parts, order if local > 1 else None, sizes, counts[:local])
+    groups = Moves(order.unsqueeze(1), order) if local > 1 else None
+    return Route(leaves, counts, parts, parts, groups, sizes, counts[:local])

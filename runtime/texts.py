@@ -156,7 +156,7 @@ def in_vocabulary(documents: list[Document], checkpoint: Path, config: ModelConf
     if vocabulary and largest >= vocabulary:
         raise RecipeError(
             "wrong-tokenizer",
-            f"the tokenizer gives id {largest}, the model knows {vocabulary}",
+            f"the tokenizer gives id {largest}, the model's embedding has {vocabulary} rows, ids 0 to {vocabulary - 1}",
             where=str(checkpoint / "tokenizer.json"),
             next_action="use the tokenizer that belongs to this checkpoint",
         )

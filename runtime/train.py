@@ -25,6 +25,7 @@ from shardwright.runtime.early_stop import EarlyStop
 from shardwright.runtime.evaluate import evaluate
 from shardwright.runtime.experts.balance import max_over_mean
 from shardwright.runtime.fused_dsa_loss import indexer_loss_for
+from shardwright.runtime.garbage import collected_between_steps
 from shardwright.runtime.late_faults import raise_late_faults
 from shardwright.runtime.lora.linear import LoraLinear
 from shardwright.runtime.losses import summed_loss
@@ -227,9 +228,10 @@ class Trainer:
         """
         schedule = self.recipe.schedule
         patience = EarlyStop(schedule.early_stop_evaluations, losses)
-        with StopRequest(self.ranks, self.device) as stop:
+        with StopRequest(self.ranks, self.device) as stop, collected_between_steps() as garbage:
             for step in range(first, schedule.steps + 1):
                 metric, gradient = self.step(step, on_gradient)
+                garbage.step()
                 on_step(metric, gradient)
                 last, asked, ended = step == schedule.steps, stop.agreed(), False
                 if last or (not asked and _due(step, schedule.evaluate_every_steps)):

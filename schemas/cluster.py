@@ -33,6 +33,13 @@ class DeviceSpec(Model):
     memory_bandwidth_bytes_per_s: Positive
     """Achievable device-memory bandwidth, reads plus writes."""
     launch_overhead_s: NonNegative = 5e-6
+    """Host time of one kernel of an operator that is called alone."""
+    host_launch_s: NonNegative | None = added(None)
+    """Host time per kernel in a training pass: modules, autograd, the launch. Absent: ``launch_overhead_s``."""
+    unit_overhead_s: NonNegative | None = added(None)
+    """Host time of gathering or reducing one FSDP unit once; 0 where absent."""
+    beside_slowdown: NonNegative | None = added(None)
+    """1 plus the share of a collective's time by which it delays the products beside it; 1.1 where absent."""
     sources: dict[str, str] = {}
     """Field name → where the figure comes from."""
 
@@ -128,6 +135,11 @@ class Calibration(Model):
     collectives: dict[str, tuple[CurvePoint, ...]] = {}
     """``all_gather``, ``reduce_scatter``, ``all_to_all``: bytes per rank → bytes/s."""
     launch_overhead_s: NonNegative | None = None
+    host_launch_s: NonNegative | None = added(None)
+    unit_overhead_s: NonNegative | None = added(None)
+    exchange_host_s: tuple[NonNegative, NonNegative] | None = added(None)
+    """Host time of one MoE layer's route and exchanges, (forward, backward)."""
+    beside_slowdown: NonNegative | None = added(None)
     first_touch_bytes_per_s: NonNegative | None = added(None)
     """Bytes/s of writing to memory that the allocator just took from the system (page faults); CPU ranks."""
     date: str = ""

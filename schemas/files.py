@@ -23,6 +23,7 @@ def write_atomic(path: Path, data: bytes) -> None:
             os.fsync(stream.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except OSError:
+    except OSError as error:
         Path(temporary).unlink(missing_ok=True)
+        error.filename = str(path)
         raise

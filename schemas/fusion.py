@@ -66,6 +66,8 @@ class VariantPredicate(Model):
     packing: tuple[str, ...] = ("plain",)
     lora_inside: bool | None = None
     device_types: tuple[Literal["cuda", "cpu"], ...] = ("cuda",)
+    base_formats: tuple[Literal["compute", "fp8", "mxfp4", "int4"], ...] | None = added(None)
+    """Formats of the frozen base in device memory; ``packing`` is that of the files."""
 
 
 class Gain(Model):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from shardwright.schemas.base import CountInt, DecimalText, Identifier, Model, PositiveInt
+from shardwright.schemas.base import CountInt, DecimalText, Identifier, Model, PositiveInt, added
 
 
 class LoraTarget(Model):
     """One adapted weight of one layer.
 
     A dense target adapts ``W [out, in]``. An expert target adapts a stack of ``num_experts`` weights:
-    A is ``[E, r, in]``, B is ``[E, out, r]``.
+    A is ``[E, r, in]``, B is ``[E, out, r]``; one pair ``[r, in]``, ``[out, r]`` where all experts share it.
     """
 
     parameter: Identifier
@@ -24,6 +24,8 @@ class LoraTarget(Model):
     out_features: PositiveInt
     num_experts: CountInt = 0
     """0 for dense targets."""
+    shared: bool = added(False)
+    """All experts of the stack have the same pair."""
     rank: PositiveInt
     alpha: DecimalText
     scaling: DecimalText
@@ -31,8 +33,13 @@ class LoraTarget(Model):
 
     @property
     def adapter_parameters(self) -> int:
-        """r · (in + out), times E for expert stacks."""
-        return self.rank * (self.in_features + self.out_features) * max(self.num_experts, 1)
+        """r · (in + out), times E for expert stacks with a pair for each expert."""
+        return self.rank * (self.in_features + self.out_features) * self.pairs
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs (A, B) are trained."""
+        return 1 if self.shared else max(self.num_experts, 1)
 
     @property
     def module(self) -> str:

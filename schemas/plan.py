@@ -90,6 +90,18 @@ class Alternative(Model):
     pareto: bool
     """On the front of step time, memory and GPU-hours."""
     lost_because: str
+    fused_step_ms: NonNegative | None = added(None)
+    """With the fused operators that its mesh and base format admit; ``None`` where the plan's strategies have none.
+    Where given, ``lost_because`` and ``pareto`` compare strategies with their own, and ``feasible`` means both ways."""
+    fused_reserved_bytes: CountInt | None = added(None)
+    """As ``fused_step_ms``."""
+
+    @property
+    def as_run(self) -> tuple[float, int]:
+        """Step time in ms and reserved bytes with its own fused operators, where they are known."""
+        if self.fused_step_ms is None or self.fused_reserved_bytes is None:
+            return self.step_ms, self.reserved_bytes
+        return self.fused_step_ms, self.fused_reserved_bytes
 
 
 class SearchRecord(Model):
@@ -105,6 +117,13 @@ class SearchRecord(Model):
     study_step_ms: NonNegative
     """Best the study found by itself."""
     versions: dict[str, str]
+
+
+class PlainCost(Model):
+    """Two figures of a strategy that runs no fused operator."""
+
+    step_ms: NonNegative
+    reserved_bytes: CountInt
 
 
 class Provenance(Model):
@@ -133,6 +152,8 @@ class Evidence(Model):
     proposals: tuple[FusionProposal, ...]
     cost: CostReport
     alternatives: tuple[Alternative, ...]
+    plain: PlainCost | None = added(None)
+    """The chosen strategy without its fused operators, as the search priced all; ``None`` where it has none."""
     search: SearchRecord
     provenance: Provenance
     explanation: tuple[str, ...] = ()

@@ -123,6 +123,8 @@ class ModelShape(Model):
     index_head_dim: CountInt = added(0)
     index_topk: CountInt = added(0)
     """Sparse attention: keys that one query attends to."""
+    expert_stacks: bool = added(True)
+    """Whether routed experts lie in stacks ``[E, …]`` that ranks can share out; else each rank holds all of them."""
 
 
 class CheckpointProfile(Model):

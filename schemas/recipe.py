@@ -30,6 +30,8 @@ class LoraSpec(Model):
     init: Literal["kaiming"] = "kaiming"
     """A is Kaiming-uniform (a = √5), B is zero: PEFT's default."""
     allow_router: bool = False
+    experts: Literal["per_expert", "shared"] = added("per_expert")
+    """One pair for each expert of a stack, or one that all experts of a block share."""
 
     @field_validator("targets")
     @classmethod
@@ -63,6 +65,11 @@ class DataSpec(Model):
     it."""
     completion_only: bool = added(True)
     """Conversations: the loss counts the assistant's tokens alone."""
+
+    @property
+    def documents_share_rows(self) -> bool:
+        """Whether a sequence may hold several documents that must not see each other."""
+        return self.packing and (self.format == "jsonl-messages" or self.document_mask or bool(self.images_field))
 
 
 class BatchSpec(Model):
@@ -152,17 +159,32 @@ class BalanceSpec(Model):
 
 
 class IndexerSpec(Model):
-    """How the indexers of sparse attention learn, where adapters lie on them (``*.indexer.wq_b``, …)."""
+    """How the indexers of sparse attention learn, where adapters lie on them (``*.indexer.wq_b``, …), and choose."""
 
     loss: DecimalText = "0"
     """Coefficient of KL(attention ‖ softmax(indexer's scores)) over the selected keys: the mean over the step's tokens,
     summed over the layers that have an indexer. Its inputs and its target are detached, so nothing else learns from it.
     0: indexers are frozen."""
+    stage: Literal["sparse", "dense"] = added("sparse")
+    """``dense``, the warm-up of an indexer that does not know its attention yet: layers attend to all keys, and the
+    loss is over all of them."""
+    scores: Literal["exact", "fp8"] = added("exact")
+    """``fp8``: queries and keys of the indexer are rounded to e4m3, with a scale for each head of a query and for each
+    key, before they are scored. Which keys are selected is then an approximation; the loss keeps exact scores."""
+    attention: Literal["selected", "faster"] = added("selected")
+    """``faster``: rows longer than the selection attend to all their keys where that takes less time by measurement.
+    Another function than the selection's, for models and data on which both were shown to agree."""
 
     @model_validator(mode="after")
-    def _not_negative(self) -> IndexerSpec:
+    def _sensible(self) -> IndexerSpec:
         if float(self.loss) < 0:
             raise ValueError("indexer.loss is 0 or more")
+        if self.stage == "dense" and float(self.loss) == 0:
+            raise ValueError("indexer.stage dense is a way to learn: set indexer.loss above 0")
+        if self.stage == "dense" and self.scores != "exact":
+            raise ValueError("indexer.stage dense selects no keys: leave indexer.scores out")
+        if self.attention == "faster" and float(self.loss) > 0:
+            raise ValueError("an indexer learns from what it selects: indexer.attention faster needs indexer.loss 0")
         return self
 
 

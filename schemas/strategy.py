@@ -76,7 +76,7 @@ class ParallelStrategy(Model):
     """``hierarchical``: a row goes to a node once, whatever the number of its experts there."""
     offload: Literal["none", "adapter_optimizer", "activations", "frozen_experts"] = "none"
     """What lives in host memory between uses."""
-    base_format: Literal["compute", "fp8", "mxfp4"] = added("compute")
+    base_format: Literal["compute", "fp8", "mxfp4", "int4"] = added("compute")
     """Format of frozen weights in device memory: the recipe's, or the packed one of the files."""
     expert_placement: Literal["contiguous", "balanced"] = "contiguous"
     """``contiguous``: expert ``e`` lives on EP rank ``e // (E / ep)``. ``balanced``: by measured loads."""

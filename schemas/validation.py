@@ -30,7 +30,7 @@ def explain(error: ValidationError, limit: int = 5) -> str:
     return "; ".join(lines)
 
 
-def parse_yaml(model: type[M], text: str, *, where: str, error: type[ShardwrightError]) -> M:
+def parse_yaml(model: type[M], text: str | bytes, *, where: str, error: type[ShardwrightError]) -> M:
     """Parse YAML into a model.
 
     Raises:
@@ -45,9 +45,9 @@ def parse_yaml(model: type[M], text: str, *, where: str, error: type[Shardwright
     if not isinstance(raw, dict):
         raise error(
             "invalid",
-            f"expected a mapping of keys, found {type(raw).__name__}",
+            "the file is empty" if raw is None else f"expected a mapping of keys, found {type(raw).__name__}",
             where=where,
-            next_action=f"see the JSON Schema of {model.__name__}: `shardwright show --schema`",
+            next_action=f"see the JSON Schema of {model.__name__}: `shardwright show --schema {model.__name__}`",
         )
     try:
         return model.model_validate(raw)

@@ -12,6 +12,7 @@ Value = int | bool | str
 PARITY = "tests/runtime/test_parity.py"
 PLACEMENT = "tests/runtime/test_placement.py"
 SCHEDULE = "tests/runtime/test_schedule_axes.py"
+CONTEXT = "tests/runtime/test_context.py"
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,11 @@ _PACKED = "tests/runtime/test_packed.py::test_kept_packed_trains_what_decoding_a
 _CUT_PACKED = "tests/runtime/test_packed_shards.py::test_gradients_of_cut_packed_stacks_are_plain_transformers"
 _COPIES = f"{SCHEDULE}::test_copies_of_experts_keep_gradients"
 _REPLICATE = f"{PARITY}::test_replicate2_equals_one_rank"
+_CUT = f"{CONTEXT}::test_cut_sequences_train_what_one_process_trains"
 
 EXECUTABLE: dict[str, ExecutableAxis] = {
     "pp": ExecutableAxis({1: _BASE}),
-    "cp": ExecutableAxis({1: _BASE}),
+    "cp": ExecutableAxis({1: _BASE, 2: _CUT, 4: _CUT}, any_degree=True),
     "tp": ExecutableAxis({1: _BASE}),
     "replicate": ExecutableAxis({1: _BASE, 2: _REPLICATE}, any_degree=True),
     "ep": ExecutableAxis({1: _BASE, 2: _EP}, any_degree=True),
@@ -91,7 +93,7 @@ EXECUTABLE: dict[str, ExecutableAxis] = {
         any_degree=True,
     ),
     "dispatch": ExecutableAxis({"all_to_all": _EP, "hierarchical": f"{SCHEDULE}::test_two_stages_keep_gradients"}),
-    "base_format": ExecutableAxis({"compute": _BASE, "mxfp4": _CUT_PACKED, "fp8": _CUT_PACKED}),
+    "base_format": ExecutableAxis({"compute": _BASE, "mxfp4": _CUT_PACKED, "fp8": _CUT_PACKED, "int4": _CUT_PACKED}),
     "redundant_experts": ExecutableAxis({0: _EP, 1: _COPIES, 2: _COPIES, 4: _COPIES}),
 }
 """Axis name → what runs."""
@@ -99,10 +101,28 @@ EXECUTABLE: dict[str, ExecutableAxis] = {
 BASE_PACKINGS: dict[str, str] = {
     "plain": _BASE,
     "mxfp4": _PACKED,
+    "gpt-oss-mxfp4": _PACKED,
     "fp8-block": _PACKED,
     "int4-group": "tests/runtime/test_packed.py::test_int4_is_decoded_at_load",
 }
 """Storage formats of the base weights that the runtime loads, with the proving test."""
+
+CONTEXT_ATTENTION: dict[str, str] = {kind: _CUT for kind in ("full", "sliding", "mla", "linear", "none")}
+"""Kinds of attention that run on sequences cut over ranks (cp above 1), with the proving test."""
+
+CONTEXT_FAMILIES: dict[str, str] = {
+    family: _CUT for family in ("qwen3_moe", "mixtral", "deepseek_v3", "kimi_linear", "qwen3_next", "kimi_k3")
+}
+"""Families whose layers were proved so; another one's are refused until they are."""
+
+CONTEXT_OPERATORS = frozenset(
+    {
+        *("rms_norm", "add_rms_norm", "gated_rms_norm", "qk_norm_rope", "router", "linear_cross_entropy"),
+        *("moe_layer", "grouped_lora_mlp", "packed_experts"),
+    }
+)
+"""Operators that run unchanged on cut sequences: each token's value needs no other token
+(``tests/runtime/test_fused.py::test_fused_equals_eager_on_live_models`` runs most of them so)."""
 
 PRESERVED_ROUTING: str | None = f"{PARITY}::test_checkpointing_keeps_losses"
 """Proof that a checkpointed MoE layer routes alike in its recomputation; ``None`` would forbid it."""

@@ -12,6 +12,7 @@ from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces import executable
 from shardwright.search_spaces.axes import AXES, checkpointed_layers
 from shardwright.search_spaces.axes.base import Violation
+from shardwright.search_spaces.axes.cp import degrees
 from shardwright.search_spaces.axes.ep import legal_degrees
 from shardwright.search_spaces.context import SearchContext, divisors, nearest
 
@@ -19,6 +20,9 @@ __all__ = ["Violation", "recipe_violations", "refuse", "violations"]
 
 GROUPED_GEMM_MULTIPLE = {"bfloat16": 8, "float32": 4}
 """Row strides of a grouped product are multiples of 16 bytes."""
+
+BATCH_RULE = "global-batch"
+"""Of a recipe: what a search can divide. A plan that cuts sequences has fewer data ranks; its own batch is judged."""
 
 PACKED_BLOCK = {"mxfp4": 32, "gpt-oss-mxfp4": 32, "fp8-block": 128, "int4-group": 32}
 """Values that share one scale along the contracted dim, where the checkpoint does not say."""
@@ -55,7 +59,10 @@ def violations_in(context: SearchContext, strategy: ParallelStrategy) -> tuple[V
                     nearest_legal=tuple(str(v) for v in executable.EXECUTABLE[axis.name].values),
                 )
             )
-    return (*found, *recipe_violations(context))
+    of_recipe = recipe_violations(context)
+    if strategy.mesh.cp > 1:
+        of_recipe = tuple(one for one in of_recipe if one.rule != BATCH_RULE)
+    return (*found, *of_recipe)
 
 
 def recipe_violations(context: SearchContext) -> tuple[Violation, ...]:
@@ -117,7 +124,7 @@ def _expert_dropout(context: SearchContext) -> tuple[Violation, ...]:
 
 def _grouped_gemm_alignment(context: SearchContext) -> tuple[Violation, ...]:
     """K, N and rank of a grouped product: multiples of 8 in bf16, of 4 in fp32."""
-    if context.experts == 0:
+    if context.experts == 0 or not context.profile.shape.expert_stacks:
         return ()
     dtype = context.recipe.precision.base
     step = GROUPED_GEMM_MULTIPLE[dtype]
@@ -176,17 +183,17 @@ def _base_packing_runs(context: SearchContext) -> tuple[Violation, ...]:
 
 
 def _batch_covers_world(context: SearchContext) -> tuple[Violation, ...]:
-    """Every rank reads its own data, so the batch is a multiple of the data ranks.
+    """Every rank reads its own data, so the batch is a multiple of the data ranks; fewer where sequences are cut.
 
     In the explored space tensor, context and pipeline parallelism leave fewer of them: its axes decide there.
     """
     world, batch = context.world, context.global_batch
-    if batch % world == 0 or context.explore:
+    if context.explore or any(batch % (world // cp) == 0 for cp in degrees(context, world)):
         return ()
     around = [value for value in (batch // world * world, -(-batch // world) * world) if value]
     return (
         Violation(
-            rule="global-batch",
+            rule=BATCH_RULE,
             message=f"{batch} sequences do not divide over {world} data ranks",
             nearest_legal=(
                 *(f"global_batch_sequences = {value}" for value in around),

@@ -18,6 +18,7 @@ from shardwright.schemas.ops import OpCost, PassCost
 from shardwright.search_spaces.provider_chain import BYTES, Chain
 from shardwright.search_spaces.provider_delta import delta_rule, delta_rule_layer, short_conv
 from shardwright.search_spaces.provider_dsa import dsa
+from shardwright.search_spaces.provider_experts import experts_embedding, experts_loop
 from shardwright.search_spaces.provider_gated import OURS, mla_gated
 from shardwright.search_spaces.provider_libraries import LIBRARY_KERNELS
 from shardwright.search_spaces.provider_mixing import activation, attention_residual, mla, swiglu
@@ -120,6 +121,8 @@ PROVIDER_COSTS: dict[str, Callable[..., OpCost]] = {
     "add_rms_norm": add_rms_norm,
     "swiglu": swiglu,
     "experts": experts,
+    "experts_loop": experts_loop,
+    "experts_embedding": experts_embedding,
     "linear_cross_entropy": linear_cross_entropy,
     "router": router,
     "gated_rms_norm": gated_rms_norm,

@@ -86,6 +86,7 @@ def signature(context: SearchContext, draws: Draws) -> tuple[object, ...]:
         whole_domains(context, draws, draws["ep"]),
         min(each, 4),
         draws["shard"] > 1,
+        draws["cp"] > 1,
     )
 
 

@@ -5,14 +5,17 @@ Medians after warm-up; microbenchmarks only, nothing is fitted to training runs.
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
 from shardwright.schemas.cluster import Calibration, CurvePoint
+from shardwright.workflows.calibration_host import beside_slowdown, exchange_seconds, host_launch_seconds, unit_seconds
 from shardwright.workflows.environment import installed
 
 GEMM_SIZES = {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
@@ -57,9 +60,20 @@ def measure(*, quick: bool, progress: Callable[[str], None]) -> Calibration:
         touch = _first_touch_rate(1 << 26) if kind == "cpu" else None
         if touch:
             progress(f"first touch of fresh memory: {touch / 1e9:,.1f} GB/s")
-        collectives = _collective_curves(kind, quick, progress)
-        launch = _launch_seconds(kind)
+        with _group(kind):
+            collectives = _collective_curves(kind, quick, progress)
+            unit, exchange, slowdown = unit_seconds(kind), exchange_seconds(kind), beside_slowdown(kind)
+        launch, host = _launch_seconds(kind), host_launch_seconds(kind)
         progress(f"launch: {launch * 1e6:.1f} µs")
+        if host is not None:
+            progress(f"host time of a kernel in a training pass: {host * 1e6:.1f} µs")
+        if unit is not None:
+            progress(f"host time of a gather or reduction of an FSDP unit: {unit * 1e6:.0f} µs")
+        if exchange is not None:
+            there, back = (f"{one * 1e6:.0f}" for one in exchange)
+            progress(f"host time of a MoE layer's exchanges: {there} µs forward, {back} µs backward")
+        if slowdown is not None:
+            progress(f"a gather beside products delays them by {100 * (slowdown - 1):.0f} % of its own time")
     finally:
         torch.set_num_threads(threads)
     return Calibration(
@@ -72,6 +86,10 @@ def measure(*, quick: bool, progress: Callable[[str], None]) -> Calibration:
         collectives=collectives,
         first_touch_bytes_per_s=touch,
         launch_overhead_s=launch,
+        host_launch_s=host,
+        unit_overhead_s=unit,
+        exchange_host_s=exchange,
+        beside_slowdown=slowdown,
         date=datetime.now(UTC).date().isoformat(),
     )
 
@@ -171,37 +189,43 @@ def _first_touch_rate(count: int) -> float:
     return count / _median_seconds("cpu", lambda: torch.empty(count, dtype=torch.uint8).fill_(1))
 
 
+@contextmanager
+def _group(kind: str) -> Iterator[None]:
+    """All ranks of a torchrun, if this process is one of several and they have not met."""
+    import torch.distributed as dist
+
+    meet = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    if meet:
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        if meet:
+            dist.destroy_process_group()
+
+
 def _collective_curves(kind: str, quick: bool, progress: Callable[[str], None]) -> dict[str, tuple[CurvePoint, ...]]:
     """Bytes per rank → bytes a second, of all ranks of a torchrun; nothing outside one.
 
     A rate counts what one rank sends to others: ``n − 1`` of ``n`` parts.
     """
-    import os
-
     import torch
     import torch.distributed as dist
 
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    if not dist.is_initialized() or dist.get_world_size() < 2:
         return {}
-    started = not dist.is_initialized()
-    if started:
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    try:
-        ranks, curves = dist.get_world_size(), {}
-        for name in ("all_gather", "reduce_scatter", "all_to_all"):
-            points = []
-            for count in COLLECTIVE_BYTES[kind][: 2 if quick else None]:
-                whole = torch.ones(count * ranks, dtype=torch.uint8, device=kind)
-                part = torch.ones(count, dtype=torch.uint8, device=kind)
-                work, moved = _collective(name, whole, part, count, ranks)
-                rate = moved / _median_seconds(kind, work)
-                progress(f"{name}, {count >> 10} KiB a rank: {rate / 1e9:,.2f} GB/s")
-                points.append(CurvePoint(size=count, rate=rate))
-            curves[name] = tuple(points)
-        return curves
-    finally:
-        if started:
-            dist.destroy_process_group()
+    ranks, curves = dist.get_world_size(), {}
+    for name in ("all_gather", "reduce_scatter", "all_to_all"):
+        points = []
+        for count in COLLECTIVE_BYTES[kind][: 2 if quick else None]:
+            whole = torch.ones(count * ranks, dtype=torch.uint8, device=kind)
+            part = torch.ones(count, dtype=torch.uint8, device=kind)
+            work, moved = _collective(name, whole, part, count, ranks)
+            rate = moved / _median_seconds(kind, work)
+            progress(f"{name}, {count >> 10} KiB a rank: {rate / 1e9:,.2f} GB/s")
+            points.append(CurvePoint(size=count, rate=rate))
+        curves[name] = tuple(points)
+    return curves
 
 
 def _collective(name: str, whole: Any, part: Any, count: int, ranks: int) -> tuple[Callable[[], object], float]:

@@ -297,5 +297,6 @@ def _child(
     words = evidence.explanation
     if words and words[0] != EDITED:
         words = (EDITED, *words)
-    why = evidence.model_copy(update={"proposals": joined.proposals, "cost": joined.cost, "explanation": words})
+    priced = {"cost": joined.cost, "plain": joined.plain}
+    why = evidence.model_copy(update={**priced, "proposals": joined.proposals, "explanation": words})
     return AdaptationPlan.seal(child, why)

@@ -12,6 +12,7 @@ from shardwright.schemas.base import Model, NonNegative
 from shardwright.schemas.errors import UsageError
 from shardwright.schemas.llm import LlmLimits
 from shardwright.schemas.validation import explain, parse_yaml
+from shardwright.workflows.texts import read_text
 
 PRICES = ("price_in", "price_out")
 WHOLE = ("calls", "tokens", "reply_bytes", "turns")
@@ -44,7 +45,7 @@ def llm_options(config: Path | None = None, words: Sequence[str] = ()) -> LlmOpt
             raise UsageError(
                 "missing", "no such file", where=str(config), next_action="name a YAML file with --llm-config"
             )
-        options = parse_yaml(LlmOptions, config.read_text(encoding="utf-8"), where=str(config), error=UsageError)
+        options = parse_yaml(LlmOptions, read_text(config, UsageError), where=str(config), error=UsageError)
     prices: dict[str, float] = {}
     limits: dict[str, float] = {}
     for word in words:

@@ -19,6 +19,7 @@ from shardwright.schemas.plan import (
     DataPin,
     Decision,
     Evidence,
+    PlainCost,
     Provenance,
     RemoteCode,
     SearchRecord,
@@ -54,6 +55,20 @@ class Joined:
     proposals: tuple[FusionProposal, ...]
     fusions: tuple[FusionDecision, ...]
     cost: CostReport
+    eager: CostReport
+    """The same without fused operators; the same report where there are none."""
+
+    @property
+    def fused(self) -> int:
+        """How many operators are installed."""
+        return sum(fusion.provider != "eager" for fusion in self.fusions)
+
+    @property
+    def plain(self) -> PlainCost | None:
+        """Figures without fused operators, where there are any."""
+        if not self.fused:
+            return None
+        return PlainCost(step_ms=self.eager.time.step_ms, reserved_bytes=self.eager.memory.reserved_bytes)
 
 
 def join(
@@ -78,6 +93,41 @@ def join(
             ``variant-does-not-apply`` where a chosen variant cannot run on this mesh.
         InfeasibleError: ``out-of-memory``, with the fullest component.
     """
+    joined = certify(stages, profile, recipe, cluster, targets, proposals, strategy, rejected, chosen)
+    if not joined.cost.feasible:
+        raise does_not_fit(joined)
+    return joined
+
+
+def does_not_fit(joined: Joined) -> InfeasibleError:
+    """``out-of-memory``, with the fullest component."""
+    memory = joined.cost.memory
+    fullest = max(memory.components, key=lambda c: c.bytes)
+    return InfeasibleError(
+        "out-of-memory",
+        f"{memory.reserved_bytes:,} bytes are needed at {memory.peak_moment}, "
+        f"the budget is {memory.budget_bytes:,}; largest: {fullest.name} with {fullest.bytes:,}",
+        where=joined.strategy.text(),
+        next_action="choose more sharding, a smaller micro-batch or full checkpointing",
+    )
+
+
+def certify(
+    stages: Stages,
+    profile: CheckpointProfile,
+    recipe: Recipe,
+    cluster: ClusterSpec,
+    targets: tuple[LoraTarget, ...],
+    proposals: tuple[FusionProposal, ...],
+    strategy: ParallelStrategy,
+    rejected: dict[str, str] | None = None,
+    chosen: dict[str, str] | None = None,
+) -> Joined:
+    """``join`` whether the strategy fits or not.
+
+    Raises:
+        LegalityError: as ``join``.
+    """
     if broken := stages.violations(profile, recipe, cluster, strategy):
         raise LegalityError(
             "illegal-strategy",
@@ -90,16 +140,9 @@ def join(
         reject(d, (rejected or {})[d.proposal_id]) if d.proposal_id in (rejected or {}) else d for d in decisions
     )
     cost = stages.estimate(profile, recipe, cluster, strategy, targets, fusions)
-    if not cost.feasible:
-        fullest = max(cost.memory.components, key=lambda c: c.bytes)
-        raise InfeasibleError(
-            "out-of-memory",
-            f"{cost.memory.reserved_bytes:,} bytes are needed at {cost.memory.peak_moment}, "
-            f"the budget is {cost.memory.budget_bytes:,}; largest: {fullest.name} with {fullest.bytes:,}",
-            where=strategy.text(),
-            next_action="choose more sharding, a smaller micro-batch or full checkpointing",
-        )
-    return Joined(strategy, certified, fusions, cost)
+    if all(fusion.provider == "eager" for fusion in fusions):
+        return Joined(strategy, certified, fusions, cost, cost)
+    return Joined(strategy, certified, fusions, cost, stages.estimate(profile, recipe, cluster, strategy, targets, ()))
 
 
 def _recertify(
@@ -184,6 +227,7 @@ def assemble(
         proposals=joined.proposals,
         cost=joined.cost,
         alternatives=alternatives,
+        plain=joined.plain,
         search=record,
         provenance=Provenance(
             shardwright=__version__,
@@ -200,13 +244,12 @@ def assemble(
 
 
 def _with_fusions(joined: Joined) -> tuple[str, ...]:
-    """The search prices every strategy unfused; where kernels are installed, say what the plan's own step is."""
-    installed = sum(fusion.provider != "eager" for fusion in joined.fusions)
-    if not installed:
+    """Where kernels are installed, what the plan's own step is, and what it is without them."""
+    if joined.plain is None:
         return ()
     step, memory = duration(joined.cost.time.step_ms), size(joined.cost.memory.reserved_bytes)
+    without, held = duration(joined.plain.step_ms), size(joined.plain.reserved_bytes)
     return (
-        f"With the {plural(installed, 'fused operator')} installed here a step takes {step} and a "
-        f"rank reserves {memory}. Strategies are compared without them, and so are the "
-        "figures that follow.",
+        f"With the {plural(joined.fused, 'fused operator')} installed here a step takes {step} and a "
+        f"rank reserves {memory}; without them {without} and {held}.",
     )

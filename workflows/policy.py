@@ -14,6 +14,7 @@ from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.policy import RULES, Policy, PolicyFinding, PolicyResult, Waiver
 from shardwright.schemas.validation import parse_yaml
 from shardwright.schemas.words import plural
+from shardwright.workflows.texts import read_text
 
 Findings = Iterable[PolicyFinding]
 
@@ -26,7 +27,7 @@ def load_policy(path: Path) -> Policy:
     """
     if not path.is_file():
         raise UsageError("missing", "no such policy file", where=str(path), next_action="name a policy with --policy")
-    return parse_yaml(Policy, path.read_text(encoding="utf-8"), where=str(path), error=UsageError)
+    return parse_yaml(Policy, read_text(path, UsageError), where=str(path), error=UsageError)
 
 
 def evaluate(plan: AdaptationPlan, policy: Policy, today: str | None = None) -> PolicyResult:

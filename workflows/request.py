@@ -14,6 +14,7 @@ from shardwright.schemas.files import write_atomic
 from shardwright.schemas.llm import LlmEndpoint, LlmMode
 from shardwright.schemas.recipe import Recipe
 from shardwright.schemas.validation import explain, parse_yaml
+from shardwright.workflows.texts import read_text
 
 Goal = Literal["plan", "adapt", "apply"]
 
@@ -77,7 +78,7 @@ def load_recipe(path: Path) -> Recipe:
             where=str(path),
             next_action="write one with `shardwright cluster init`, or name an existing one with --recipe",
         )
-    return parse_yaml(Recipe, path.read_text(encoding="utf-8"), where=str(path), error=RecipeError)
+    return parse_yaml(Recipe, read_text(path, RecipeError), where=str(path), error=RecipeError)
 
 
 def default_run_dir(request: Request) -> Path:

@@ -16,7 +16,7 @@ from shardwright.schemas.graph import OpGraph
 from shardwright.schemas.lora import LoraTarget
 from shardwright.schemas.plan import AdaptationPlan, Alternative, SearchRecord
 from shardwright.schemas.profile import CheckpointProfile
-from shardwright.schemas.recipe import BalanceSpec, LoraSpec, Recipe
+from shardwright.schemas.recipe import BalanceSpec, DataSpec, LoraSpec, Recipe
 from shardwright.schemas.run import AdapterFacts, CheckResult
 from shardwright.schemas.strategy import ParallelStrategy
 from shardwright.workflows.request import LlmRequest
@@ -42,6 +42,19 @@ class SearchResult(Protocol):
     def alternatives(self) -> tuple[Alternative, ...]: ...
     @property
     def record(self) -> SearchRecord: ...
+    @property
+    def explanation(self) -> tuple[str, ...]: ...
+    @property
+    def contenders(self) -> tuple[ParallelStrategy, ...]: ...
+
+
+class Reranked(Protocol):
+    """What ranking by the cost as run returns."""
+
+    @property
+    def chosen(self) -> int: ...
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]: ...
     @property
     def explanation(self) -> tuple[str, ...]: ...
 
@@ -90,6 +103,12 @@ def _balance(folder: Path, balance: BalanceSpec) -> None:
     from shardwright.checkpoints.router_bias import check_balance
 
     check_balance(folder, balance)
+
+
+def _documents(folder: Path, data: DataSpec) -> None:
+    from shardwright.checkpoints.documents import check_documents
+
+    check_documents(folder, data)
 
 
 def _structure(folder: Path, profile: CheckpointProfile, cluster: ClusterSpec, recipe: Recipe) -> StructureResult:
@@ -173,6 +192,14 @@ def _estimate(
     return estimate(profile, recipe, cluster, strategy, targets, fusions)
 
 
+def _rerank(
+    plain: tuple[Alternative, ...], fused: tuple[CostReport, ...], record: SearchRecord, cluster: ClusterSpec
+) -> Reranked:
+    from shardwright.agents.strategy.rerank import rerank
+
+    return rerank(plain, fused, record, cluster)
+
+
 def _verify(plan: AdaptationPlan, checkpoint: Path, data_root: Path) -> None:
     from shardwright.runtime.verify import verify_plan_against_world
 
@@ -206,6 +233,7 @@ class Stages:
     profile: Callable[[Path], CheckpointProfile] = _profile
     targets: Callable[[Path, LoraSpec], tuple[LoraTarget, ...]] = _targets
     balance: Callable[[Path, BalanceSpec], None] = _balance
+    documents: Callable[[Path, DataSpec], None] = _documents
     structure: Callable[[Path, CheckpointProfile, ClusterSpec, Recipe], StructureResult] = _structure
     search: Callable[..., SearchResult] = _search
     """(profile, recipe, cluster, targets, trials, journal); by name ``advised`` plans to start from, where there are
@@ -218,6 +246,8 @@ class Stages:
     estimate: Callable[
         [CheckpointProfile, Recipe, ClusterSpec, ParallelStrategy, tuple[LoraTarget, ...], Decisions], CostReport
     ] = _estimate
+    rerank: Callable[[tuple[Alternative, ...], tuple[CostReport, ...], SearchRecord, ClusterSpec], Reranked] = _rerank
+    """Strategies without fused operators, the search's best first, and what each costs with its own."""
     place: Callable[[ParallelStrategy], ParallelStrategy] | None = None
     """Gives each layer's experts their places by measured loads; ``None`` where none were measured."""
     verify: Callable[[AdaptationPlan, Path, Path], None] = _verify

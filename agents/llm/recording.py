@@ -75,7 +75,10 @@ class Replay:
                 raise ValueError("a request does not hash to what is recorded")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise LlmError(
-                "bad-recording", str(error), where=path.name, next_action="record again with --llm-record"
+                "bad-recording",
+                str(error),
+                where=path.name,
+                next_action="plan again with --llm advise: it writes a new recording",
             ) from error
         return cls(found)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwright.agents.strategy.oracle import Priced
-from shardwright.agents.strategy.words import gib, milliseconds, rate, term
+from shardwright.agents.strategy.words import gib, milliseconds, moment, rate, term
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.plan import Alternative, SearchRecord
 from shardwright.schemas.strategy import ParallelStrategy
@@ -14,14 +14,24 @@ from shardwright.search_spaces.executable import runs
 
 
 def explain(
-    best: Priced, alternatives: tuple[Alternative, ...], record: SearchRecord, cluster: ClusterSpec
+    best: Priced,
+    alternatives: tuple[Alternative, ...],
+    record: SearchRecord,
+    cluster: ClusterSpec,
+    *,
+    fused: bool = False,
 ) -> tuple[str, ...]:
-    """What was chosen, what fills memory, what bounds the step, what the next best costs."""
-    sentences = [_chosen(best, cluster), _memory(best), _time(best), _search(record)]
+    """What was chosen, what fills memory, what bounds the step, what the next best costs.
+
+    Args:
+        fused: plans are priced with their own fused operators; what the search found is not.
+    """
+    sentences = [_chosen(best, cluster), _memory(best), _time(best), _search(record, fused)]
     if not best.within_margin:
-        sentences.insert(2, "No plan keeps the safety margin of 5%; this one needs the least memory.")
+        priced = " priced with fused operators" if fused else ""
+        sentences.insert(2, f"No plan{priced} keeps the safety margin of 5%; this one needs the least memory.")
     if alternatives:
-        rival = min(alternatives, key=lambda one: (not one.feasible, one.step_ms))
+        rival = min(alternatives, key=lambda one: (not one.feasible, one.as_run[0]))
         sentences.append(f"The next best, {rival.strategy.text()}, lost: {rival.lost_because}.")
     unproved = unproved_choices(best.strategy)
     if unproved:
@@ -40,8 +50,9 @@ def _chosen(best: Priced, cluster: ClusterSpec) -> str:
     experts = f"experts placed on {mesh.ep} expert-parallel ranks" if mesh.ep > 1 else "no expert parallelism"
     some = f"recomputes {plural(len(strategy.checkpointed_layers), 'layer')} in backward"
     kept = {"full": "recomputes each layer in backward", "none": "keeps activations", "layers": some}
-    weights = "drops gathered weights after each layer" if strategy.reshard_after_forward else "keeps gathered weights"
     holders = mesh.shard * mesh.ep * mesh.cp
+    weights = "drops gathered weights after each layer" if strategy.reshard_after_forward else "keeps gathered weights"
+    weights = "gathers nothing" if holders * mesh.tp == 1 else weights
     held = "whole on every rank" if holders == 1 else f"sharded over {plural(holders, 'rank')}"
     return (
         f"{strategy.text()} on {cluster.world_size} × {cluster.device.name}: weights "
@@ -56,7 +67,7 @@ def _memory(best: Priced) -> str:
     top = sorted(alive, key=lambda c: (-c.bytes, c.name))[:3]
     parts = ", ".join(f"{term(c.name)} {gib(c.bytes)}" for c in top)
     return (
-        f"Memory peaks at {memory.peak_moment.replace('_', ' ')} with {gib(memory.peak_bytes)}: {parts}. With reserves "
+        f"Memory peaks {moment(memory.peak_moment)} with {gib(memory.peak_bytes)}: {parts}. With reserves "
         f"it is {gib(memory.reserved_bytes)} of {gib(memory.budget_bytes)} a rank ({memory.fraction:.0%})."
     )
 
@@ -68,19 +79,24 @@ def _time(best: Priced) -> str:
     )[:3]
     parts = ", ".join(f"{term(c.name)} {c.milliseconds / time.step_ms:.0%}" for c in spent)
     exposed = sum(c.milliseconds for c in time.components if c.kind == "exposed_communication")
+    moved = any("communication" in c.kind for c in time.components)
+    apart = (
+        f"communication that nothing hides is {exposed / time.step_ms:.0%}" if moved else "no rank waits for another"
+    )
     return (
         f"A step takes {milliseconds(time.step_ms)} ({rate(time.tokens_per_s)} tokens/s), bound by "
-        f"{term(time.bound_by)}: {parts}; communication that nothing hides is {exposed / time.step_ms:.0%}."
+        f"{term(time.bound_by)}: {parts}; {apart}."
     )
 
 
-def _search(record: SearchRecord) -> str:
+def _search(record: SearchRecord, fused: bool) -> str:
     found = (
         f"a study of {record.trials} trials over the joint space came to {milliseconds(record.study_step_ms)}"
         if record.study_step_ms
         else f"a study of {record.trials} trials over the joint space found none that fits"
     )
     return (
-        f"All {record.legal_strategies:,} legal strategies were priced, {record.feasible_strategies:,} fit; the best "
+        f"All {record.legal_strategies:,} legal strategies were priced{' without fused operators' if fused else ''}, "
+        f"{record.feasible_strategies:,} fit; the best "
         f"takes {milliseconds(record.oracle_step_ms)}, {found}."
     )

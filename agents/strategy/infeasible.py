@@ -16,6 +16,7 @@ from shardwright.search_spaces.cost.memory import memory_of
 from shardwright.search_spaces.space import enumerate_plans
 
 LARGEST_WORLD = 4096
+STEPS_BETWEEN = 8
 SHORTEST_SEQUENCE = 128
 
 
@@ -37,8 +38,8 @@ def infeasible(
         changes.append(f"sequence_tokens = {tokens}")
     return InfeasibleError(
         "memory",
-        f"no legal plan fits: the leanest, {leanest.strategy.text()}, needs {gib(memory.reserved_bytes)} of "
-        f"{gib(memory.budget_bytes)} a rank, most of it {term(largest.name)} ({gib(largest.bytes)})",
+        f"no legal plan fits: the leanest, {leanest.strategy.text()}, needs {gib(memory.reserved_bytes)} a rank "
+        f"and {gib(memory.budget_bytes)} are usable; most of it is {term(largest.name)} ({gib(largest.bytes)})",
         where=f"{profile.architecture} on {cluster.world_size} × {cluster.device.name}",
         next_action="smallest changes that would fit: " + "; or ".join(changes),
     )
@@ -47,18 +48,26 @@ def infeasible(
 def smallest_world(
     profile: CheckpointProfile, recipe: Recipe, cluster: ClusterSpec, targets: tuple[LoraTarget, ...]
 ) -> int | None:
-    """The fewest devices, by doubling, on which a plan fits; the batch grows to cover them.
+    """The fewest devices on which a plan fits, by doubling, then by whole nodes between; the batch grows to cover them.
 
-    Doubling stops at ``LARGEST_WORLD``; ``None`` where nothing up to there fits.
+    Doubling stops at ``LARGEST_WORLD``; ``None`` where nothing up to there fits. Between, at most ``STEPS_BETWEEN``
+    worlds are tried.
     """
-    world = cluster.world_size * 2
-    while world <= LARGEST_WORLD:
+
+    def fits_on(world: int) -> bool:
         batch = recipe.batch.global_batch_sequences
         covering = recipe.batch.model_copy(update={"global_batch_sequences": -(-batch // world) * world})
-        if fits(profile, recipe.model_copy(update={"batch": covering}), grown(cluster, world), targets):
-            return world
+        return fits(profile, recipe.model_copy(update={"batch": covering}), grown(cluster, world), targets)
+
+    world = cluster.world_size * 2
+    while not fits_on(world):
         world *= 2
-    return None
+        if world > LARGEST_WORLD:
+            return None
+    node = per_node(cluster, world)
+    step = max(1, -(-world // 2 // node // STEPS_BETWEEN)) * node
+    between = range(world // 2 + step, world, step) if world // 2 % node == 0 else ()
+    return next((fewer for fewer in between if fits_on(fewer)), world)
 
 
 def longest_sequence(
@@ -83,14 +92,18 @@ def fits(profile: CheckpointProfile, recipe: Recipe, cluster: ClusterSpec, targe
     return bool(memory.fits.any())
 
 
+def per_node(cluster: ClusterSpec, world: int) -> int:
+    """Devices of a node in a larger world: as many as now, eight at least."""
+    size = min(world, max(cluster.devices_per_node, 8))
+    while world % size:
+        size -= 1
+    return size
+
+
 def grown(cluster: ClusterSpec, world: int) -> ClusterSpec:
-    """More of the same devices, eight to a node at least; links are placeholders, memory does not read them."""
-    per_node = min(world, max(cluster.devices_per_node, 8))
-    while world % per_node:
-        per_node -= 1
+    """More of the same devices; links are placeholders, memory does not read them."""
     links = {link.name: link for link in cluster.links}
     for name in ("intra_node", "inter_node"):
         links.setdefault(name, LinkSpec(name=name, bandwidth_bytes_per_s=1e9, latency_s=0))
-    return cluster.model_copy(
-        update={"devices_per_node": per_node, "nodes": world // per_node, "links": tuple(links.values())}
-    )
+    size = per_node(cluster, world)
+    return cluster.model_copy(update={"devices_per_node": size, "nodes": world // size, "links": tuple(links.values())})

@@ -164,6 +164,28 @@ class Scan:
         """The first plans of the ranking."""
         return tuple(self.priced(int(plan)) for plan in self.ranking[:count])
 
+    def meshes(self, count: int, known: Sequence[ParallelStrategy]) -> tuple[ParallelStrategy, ...]:
+        """The best fitting plan of each further mesh and base format, up to ``count``, best first.
+
+        These two are all that a fused operator's rule looks at.
+        """
+        seen = {(plan.mesh, plan.base_format) for plan in known}
+        ranking, plans = self.ranking[: self.feasible], self.table.plans
+        degrees = (plans.replicate, plans.shard, plans.ep, plans.tp, plans.cp, plans.pp, plans.expert_tp, plans.format)
+        code = np.zeros(len(ranking), dtype=np.int64)
+        for column in degrees:
+            values, position = np.unique(column[ranking], return_inverse=True)
+            code = code * max(len(values), 1) + position
+        firsts = np.sort(np.unique(code, return_index=True)[1])
+        found: list[ParallelStrategy] = []
+        for first in firsts:
+            if len(found) == count:
+                break
+            plan = self.table.strategy(int(ranking[first]))
+            if (plan.mesh, plan.base_format) not in seen:
+                found.append(plan)
+        return tuple(found)
+
     def front(self, count: int) -> tuple[Priced, ...]:
         """Up to ``count`` plans of the front, fastest first."""
         return tuple(self.priced(int(plan)) for plan in self.columns.front()[:count])

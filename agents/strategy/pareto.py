@@ -9,6 +9,9 @@ from shardwright.schemas.plan import Alternative
 SHOWN = 8
 """Rivals in a plan at most."""
 
+LOOKED_AT = 6 * SHOWN
+"""Of the ranking, for rivals that differ in more than what costs nothing."""
+
 
 def objectives(plan: Priced) -> tuple[float, float, float]:
     """What is minimised: step time, reserved memory, device-hours."""
@@ -28,12 +31,16 @@ def front(plans: tuple[Priced, ...]) -> tuple[Priced, ...]:
 
 
 def alternatives(best: Priced, rivals: Scan) -> tuple[Alternative, ...]:
-    """Rivals of the best plan: the front of time, memory and device-hours, then the next best; best first."""
-    first = [plan for plan in rivals.front(SHOWN) if plan.strategy != best.strategy][: SHOWN // 2]
-    names = {plan.strategy.model_dump_json() for plan in first}
-    next_best = [plan for plan in rivals.top(2 * SHOWN) if plan.strategy != best.strategy]
-    others = [plan for plan in next_best if plan.strategy.model_dump_json() not in names]
-    chosen = first + others[: SHOWN - len(first)]
+    """Rivals of the best plan: the front of time, memory and device-hours, then the next best; best first.
+
+    Of plans that differ only in what changes no step time the leanest stands for all.
+    """
+    ahead = [plan for plan in rivals.front(SHOWN) if plan.strategy != best.strategy][: SHOWN // 2]
+    names = {plan.strategy.model_dump_json() for plan in ahead}
+    chosen: list[Priced] = []
+    for plan in (*ahead, *rivals.top(LOOKED_AT)):
+        if len(chosen) < SHOWN and not any(same_but_dearer(plan, other) for other in (best, *chosen)):
+            chosen.append(plan)
     on_front = {plan.strategy.model_dump_json() for plan in front((best, *chosen))} & names
     return tuple(
         Alternative(
@@ -49,14 +56,21 @@ def alternatives(best: Priced, rivals: Scan) -> tuple[Alternative, ...]:
     )
 
 
+def same_but_dearer(plan: Priced, other: Priced) -> bool:
+    """Whether a plan has another's mesh and step time and no less memory: a choice that changes nothing else."""
+    one, two = plan.cost, other.cost
+    alike = plan.strategy.mesh == other.strategy.mesh and one.time.step_ms == two.time.step_ms
+    return alike and one.memory.reserved_bytes >= two.memory.reserved_bytes
+
+
 def lost_because(best: Priced, rival: Priced) -> str:
     """One sentence with the numbers that decided."""
     memory = rival.cost.memory
     if not rival.cost.feasible:
         fullest = max(memory.components, key=lambda c: c.bytes if memory.peak_moment in c.moments else -1)
         return (
-            f"does not fit: {gib(memory.reserved_bytes)} of {gib(memory.budget_bytes)} a rank, "
-            f"most of it {term(fullest.name)} ({gib(fullest.bytes)})"
+            f"does not fit: it needs {gib(memory.reserved_bytes)} a rank and {gib(memory.budget_bytes)} are usable, "
+            f"most of it is {term(fullest.name)} ({gib(fullest.bytes)})"
         )
     if not rival.within_margin and best.within_margin:
         return f"fills {memory.fraction:.0%} of memory, beyond the safety margin of 95%"
@@ -69,7 +83,7 @@ def lost_because(best: Priced, rival: Priced) -> str:
     name, difference = slower_term(best, rival)
     return (
         f"{extra / best.cost.time.step_ms:.1%} slower ({milliseconds(extra)}): "
-        f"{term(name)} takes {milliseconds(difference)} more"
+        f"{milliseconds(difference)} more for {term(name)}"
     )
 
 

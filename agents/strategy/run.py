@@ -32,6 +32,9 @@ from shardwright.search_spaces.legality import refuse
 from shardwright.search_spaces.placement import with_places
 from shardwright.search_spaces.space import enumerate_plans
 
+FURTHER_MESHES = 4
+"""Meshes beyond the best and its rivals that are worth pricing with fused operators."""
+
 WARM_PLANS = 3
 """Plans of the scan's ranking that a study starts from."""
 
@@ -45,6 +48,8 @@ class SearchResult:
     alternatives: tuple[Alternative, ...]
     record: SearchRecord
     explanation: tuple[str, ...]
+    contenders: tuple[ParallelStrategy, ...] = ()
+    """The next best of further meshes: rivals not listed, which fused operators may bring to the front."""
 
 
 def run_search(
@@ -136,6 +141,7 @@ def run_search(
         alternatives=rivals,
         record=record,
         explanation=explain(best, rivals, record, cluster),
+        contenders=found.meshes(FURTHER_MESHES, (best.strategy, *(rival.strategy for rival in rivals))),
     )
 
 

@@ -49,6 +49,19 @@ TERMS = {
     "launch": "launching operators",
 }
 
+MOMENTS = {
+    "load": "while weights are loaded",
+    "forward_peak": "in forward",
+    "loss": "at the loss",
+    "backward_peak": "in backward",
+    "optimizer_step": "in the optimizer's step",
+}
+
+
+def moment(name: str) -> str:
+    """When memory is fullest, in words."""
+    return MOMENTS[name]
+
 
 def term(name: str) -> str:
     """A component's name in words."""

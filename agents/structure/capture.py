@@ -20,6 +20,7 @@ from shardwright.agents.structure.expert_body import body_of
 from shardwright.agents.structure.kinds import KindGroup, group_layers
 from shardwright.agents.structure.opaque import ExpertsCall, OpaqueExperts
 from shardwright.agents.structure.opaque_indexers import opaque_indexers
+from shardwright.agents.structure.opaque_loops import counted_cuts
 from shardwright.agents.structure.opaque_rules import opaque_rules
 from shardwright.agents.structure.skeleton import LayerInputs, find_layers, trace_skeleton
 from shardwright.agents.structure.trace import TRACE_ERRORS, Traced, of_program, trace_call
@@ -174,7 +175,7 @@ def _capture(
     """A module with its experts as single nodes, then the arithmetic of each experts module."""
     opaque = OpaqueExperts(module)
     try:
-        with opaque.installed(), opaque_rules(module), opaque_indexers(module):
+        with opaque.installed(), opaque_rules(module), opaque_indexers(module), counted_cuts(module):
             traced = trace_call(call, tensors)
     except CAPTURE_ERRORS as error:
         yield _failed(kind, places[0], places, module, error)

@@ -11,11 +11,16 @@ from shardwright.agents.structure.patterns import PATTERNS
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.fusion import FusionProposal, Variant
 from shardwright.schemas.strategy import Mesh
+from shardwright.search_spaces.executable import CONTEXT_OPERATORS
 
 MODEL_TIE = 1.1
 """Ratio of modelled times within which they count as equal."""
 
 _OWN, _EAGER = "shardwright", "eager"
+_CUT = CONTEXT_OPERATORS | {"kda", "gated_delta"}
+"""Operators that run on cut sequences; of a delta rule only the whole layer does."""
+_WHOLE_ROWS = frozenset({"delta_rule"})
+"""Patterns whose region would meet a rank's own tokens alone."""
 _SPANNING = frozenset(pattern.name for pattern in PATTERNS if pattern.spans_modules)
 _FOUND_ONLY = frozenset(
     pattern.name for pattern in PATTERNS if all(v.provider == _EAGER or v.not_installable for v in pattern.variants())
@@ -31,8 +36,8 @@ class Choice:
     reason: str
 
 
-def fits(variant: Variant, mesh: Mesh, device_type: str) -> str:
-    """Why a variant does not apply on a mesh; empty where it does."""
+def fits(variant: Variant, mesh: Mesh, device_type: str, base_format: str = "compute") -> str:
+    """Why a variant does not apply on a mesh with a base kept in a format; empty where it does."""
     if variant.rival:
         return variant.unavailable_because or f"{variant.provider} is ranked to compare, not installed"
     if not variant.available:
@@ -44,10 +49,14 @@ def fits(variant: Variant, mesh: Mesh, device_type: str) -> str:
         return f"not for ep {mesh.ep}"
     if rule.tp_max is not None and mesh.tp > rule.tp_max:
         return f"not for tp {mesh.tp}"
+    if mesh.cp > 1 and variant.provider != _EAGER and variant.op not in _CUT:
+        return f"runs whole sequences; cp {mesh.cp} cuts them"
+    if rule.base_formats is not None and base_format not in rule.base_formats:
+        return f"needs the base kept as {' or '.join(rule.base_formats)}; here it is {base_format}"
     return ""
 
 
-def choose(proposal: FusionProposal, cluster: ClusterSpec, mesh: Mesh) -> Choice:
+def choose(proposal: FusionProposal, cluster: ClusterSpec, mesh: Mesh, base_format: str = "compute") -> Choice:
     """The variant for one legal region.
 
     On a CPU cluster regions stay eager: compiling costs tens of seconds, which a run of CPU size does not earn back.
@@ -55,13 +64,15 @@ def choose(proposal: FusionProposal, cluster: ClusterSpec, mesh: Mesh) -> Choice
     """
     if not proposal.certificate.legal:
         return Choice(None, f"refused: {proposal.certificate.refused_because()}")
-    usable = [v for v in proposal.variants if not fits(v, mesh, cluster.device.type)]
+    usable = [v for v in proposal.variants if not fits(v, mesh, cluster.device.type, base_format)]
+    if mesh.cp > 1 and proposal.pattern in _WHOLE_ROWS:
+        usable = [v for v in usable if v.provider == _EAGER]
     eager = next((v for v in usable if v.provider == _EAGER), None)
     if eager is None:
-        return Choice(None, "no variant applies on this mesh: " + _why_not(proposal, cluster, mesh))
+        return Choice(None, "no variant applies on this mesh: " + _why_not(proposal, cluster, mesh, base_format))
     best = fastest(tuple(v for v in usable if v.provider != _EAGER))
     if best is None or best.gain is None:
-        unused = _why_not(proposal, cluster, mesh)
+        unused = _why_not(proposal, cluster, mesh, base_format)
         return Choice(eager, f"eager: nothing else applies ({unused})" if unused else "eager: nothing else exists yet")
     gain = best.gain
     text = f"{gain.eager_ms:.3g} → {gain.time_ms:.3g} ms a call ({gain.origin}), ×{gain.speedup:.2f}"
@@ -90,8 +101,8 @@ def fastest(variants: tuple[Variant, ...]) -> Variant | None:
     return best
 
 
-def _why_not(proposal: FusionProposal, cluster: ClusterSpec, mesh: Mesh) -> str:
-    reasons = [(v.name, fits(v, mesh, cluster.device.type)) for v in _others(proposal)]
+def _why_not(proposal: FusionProposal, cluster: ClusterSpec, mesh: Mesh, base_format: str) -> str:
+    reasons = [(v.name, fits(v, mesh, cluster.device.type, base_format)) for v in _others(proposal)]
     return "; ".join(f"{name}: {why}" for name, why in reasons if why)
 
 
@@ -100,13 +111,15 @@ def _others(proposal: FusionProposal) -> tuple[Variant, ...]:
     return tuple(v for v in proposal.variants if v.provider != _EAGER and not v.rival)
 
 
-def settle(proposals: tuple[FusionProposal, ...], cluster: ClusterSpec, mesh: Mesh) -> tuple[FusionProposal, ...]:
+def settle(
+    proposals: tuple[FusionProposal, ...], cluster: ClusterSpec, mesh: Mesh, base_format: str = "compute"
+) -> tuple[FusionProposal, ...]:
     """Choose for every region, and let each operation be claimed once.
 
     Of overlapping regions, one with our kernel wins, then one with a compiled variant, then eager. Among our kernels
     the larger region wins; otherwise a region inside one module wins over one that spans modules, then the larger.
     """
-    choices = {p.id: choose(p, cluster, mesh) for p in proposals}
+    choices = {p.id: choose(p, cluster, mesh, base_format) for p in proposals}
     claimed: dict[tuple[str, str], dict[str, str]] = {}
     settled: dict[str, FusionProposal] = {}
     for proposal in sorted(proposals, key=lambda p: _priority(p, choices[p.id])):

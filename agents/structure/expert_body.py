@@ -1,8 +1,9 @@
 """The arithmetic inside an experts block, in a spelling that can be traced.
 
 Classes of the library offer a batched spelling of their loop over experts. A class without one whose weights have the
-usual names gets the library's batched spelling; whether its own loop computes the same, the certificate tests. A table
-of whole modules shows one of them: all experts of a block are alike.
+usual names gets the library's batched spelling; whether its own loop computes the same, the certificate tests. Any
+other class shows its own loop, over all experts. A table of whole modules shows one of them: all experts of a block are
+alike.
 
 Legend: T tokens, H hidden.
 """
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from shardwright.agents.structure.opaque import ExpertsCall
+from shardwright.agents.structure.opaque_loops import unrolled
 
 _CHOICE = "_experts_implementation_internal"
 _USUAL = ("gate_up_proj", "down_proj")
@@ -39,7 +41,7 @@ class Body:
 
     @contextmanager
     def spelled(self) -> Iterator[None]:
-        """The batched spelling while open."""
+        """The batched spelling, or the unrolled loop, while open."""
         config = getattr(self.module, "config", None)
         if self.path:
             yield
@@ -54,7 +56,8 @@ class Body:
             with _lent(self.module):
                 yield
         else:
-            yield
+            with unrolled(self.module):
+                yield
 
 
 def body_of(call: ExpertsCall) -> Body:

@@ -17,6 +17,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from shardwright.agents.structure.opaque_indexers import run_choice
+from shardwright.agents.structure.opaque_loops import run_pieces, run_rows
 from shardwright.agents.structure.opaque_rules import run_rule
 from shardwright.agents.structure.region import Region
 
@@ -120,6 +121,10 @@ class Fp64Region(torch.nn.Module):
             with KeepFp64():
                 given = (hidden, q_latent, valid, *parameters)
                 return run_choice(rule, given, heads=heads, top_k=top_k, pool=pool, tail=tail)
+        if name == "rows_of":
+            return run_rows(*args)
+        if name == "pieces":
+            return run_pieces(*args)
         if name == "_grouped_mm":
             return grouped_product(*args, **kwargs)
         return node.target(*args, **kwargs)

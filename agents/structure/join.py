@@ -15,21 +15,22 @@ _PATTERNS = {pattern.name: pattern for pattern in PATTERNS}
 def recertify(
     proposals: tuple[FusionProposal, ...], strategy: ParallelStrategy, cluster: ClusterSpec, recipe: Recipe
 ) -> tuple[tuple[FusionProposal, ...], tuple[FusionDecision, ...]]:
-    """Check every variant's predicate against the mesh, choose again, and make decisions.
+    """Check every variant's predicate against mesh and base format, choose again, and make decisions.
 
     What was refuted stays refuted: only the sharding obligation depends on the mesh, and it can only get stricter.
 
     Returns:
         The proposals with their final choice, and one decision for each chosen one, in the same order.
     """
-    checked = tuple(_for_mesh(proposal, strategy.mesh, cluster) for proposal in proposals)
-    settled = settle(checked, cluster, strategy.mesh)
+    checked = tuple(_for_strategy(proposal, strategy, cluster) for proposal in proposals)
+    settled = settle(checked, cluster, strategy.mesh, strategy.base_format)
     return settled, tuple(_decision(proposal) for proposal in settled if proposal.chosen is not None)
 
 
-def _for_mesh(proposal: FusionProposal, mesh: Mesh, cluster: ClusterSpec) -> FusionProposal:
-    """The proposal with its sharding obligation examined for one mesh."""
-    open_variants = [v.name for v in proposal.variants if not fits(v, mesh, cluster.device.type)]
+def _for_strategy(proposal: FusionProposal, strategy: ParallelStrategy, cluster: ClusterSpec) -> FusionProposal:
+    """The proposal with its sharding obligation examined for one mesh and format of the base."""
+    mesh, kind = strategy.mesh, cluster.device.type
+    open_variants = [v.name for v in proposal.variants if not fits(v, mesh, kind, strategy.base_format)]
     renewed = []
     for obligation in proposal.certificate.obligations:
         if obligation.name == "sharding-boundary" and obligation.status == "proved":

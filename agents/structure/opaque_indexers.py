@@ -1,5 +1,7 @@
 """Indexers as a capture can hold them: one that scores pools of keys is a leaf, one that may be left out chooses few.
 
+An indexer that walks over rows and tokens in Python, and gives a mask, is a leaf too; nothing is matched across it.
+
 A family that pools keys drops pools that no row of the batch has, so the sizes of its scores depend on data and the
 code cannot be traced. As one node the choice has fixed sizes; what the family's own class chooses is run in fp64 by
 the differential test. An attention that leaves its indexer out of rows that it would select whole would be captured
@@ -36,6 +38,8 @@ PARAMETERS = (
 SPARING = frozenset({"GatedSparseAttention"})
 """Classes of attentions that run their ``indexer`` only where it selects fewer keys than a row has."""
 FEW = 5
+MASKING = frozenset({"Qwen4ExpTextQSAIndexer"})
+"""Classes whose forward is (hidden states, (cos, sin), mask of what is visible, cache) → mask of what is chosen."""
 ARGUMENTS = ("hidden_states", "q_resid", "attention_mask", "cache")
 FIRST_PARAMETER = 3
 """Operands of the leaf before its parameters."""
@@ -49,6 +53,16 @@ _LIBRARY.impl(
     "pooled_choice",
     lambda hidden, q_latent, valid, parameters, rule, heads, top_k, pool, tail: torch.empty(
         (*hidden.shape[:2], places(top_k, pool, tail)), dtype=torch.int32, device="meta"
+    ),
+    "Meta",
+)
+_LIBRARY.define(
+    "chosen_mask(Tensor hidden, Tensor cos, Tensor sin, Tensor visible, Tensor[] parameters, str rule) -> Tensor"
+)
+_LIBRARY.impl(
+    "chosen_mask",
+    lambda hidden, cos, sin, visible, parameters, rule: torch.empty(
+        (hidden.shape[0], 1, hidden.shape[1], visible.shape[-1]), dtype=torch.bool, device="meta"
     ),
     "Meta",
 )
@@ -95,9 +109,10 @@ def opaque_indexers(layer: nn.Module) -> Iterator[None]:
             if type(module).__name__ in SPARING and indexer is not None:
                 shortened.append((indexer, indexer.index_topk))
                 indexer.index_topk = min(indexer.index_topk, FEW)
-            if type(module).__name__ in INDEXERS and "forward" not in module.__dict__:
-                module.__dict__["forward"] = _node(module)
-                replaced.append(module)
+            for names, node in ((INDEXERS, _node), (MASKING, _mask_node)):
+                if type(module).__name__ in names and "forward" not in module.__dict__:
+                    module.__dict__["forward"] = node(module)
+                    replaced.append(module)
         yield
     finally:
         for module in replaced:
@@ -126,6 +141,28 @@ def _node(module: Any) -> Callable[..., Tensor]:
             module.index_topk,
             module.index_kpool,
             bool(module.index_kpool_always_select_tail),
+        )
+        return chosen
+
+    return forward
+
+
+def _mask_node(module: Any) -> Callable[..., Tensor]:
+    """The leaf in place of a masking indexer; a call with a cache, or without a mask, runs the class itself."""
+    kind = type(module)
+
+    def forward(
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
+        cache: Any = None,
+    ) -> Tensor:
+        if cache is not None or attention_mask is None:
+            found: Tensor = kind.forward(module, hidden_states, position_embeddings, attention_mask, cache)
+            return found
+        rule, own = f"{kind.__module__}:{kind.__name__}", list(module.parameters())
+        chosen: Tensor = torch.ops.shardwright_capture.chosen_mask(
+            hidden_states, *position_embeddings, attention_mask, own, rule
         )
         return chosen
 

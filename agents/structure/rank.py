@@ -168,12 +168,22 @@ def _unavailable(match: Match, spec: VariantSpec, target: Target, adapted: bool)
         return refused
     if adapted and (refused := match.pattern.refuses_adapter(spec, target.recipe.lora)):
         return refused
-    for name, form in target.stored(match).items():
-        if form not in spec.predicate.packing:
-            return f"{name} is stored as {form}"
+    if refused := _stored_otherwise(match, spec, target):
+        return refused
     if spec.provider == "shardwright":
         return _outside_contract(match, spec.op, target) if registered(spec.op) else f"no operator {spec.op} exists"
     return ""
+
+
+def _stored_otherwise(match: Match, spec: VariantSpec, target: Target) -> str:
+    """A parameter that the files do not hold as a variant needs it; empty where all are."""
+    for name, form in target.stored(match).items():
+        if form not in spec.predicate.packing:
+            return f"{name} is stored as {form}"
+    if spec.packed and target.packed is None:
+        return "which parameters are packed is not known"
+    plain = [name for name in match.all_parameters(spec.packed) if name not in (target.packed or {})]
+    return f"{plain[0]} is stored plainly" if plain else ""
 
 
 def _outside_contract(match: Match, op: str, target: Target) -> str:

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from shardwright.agents.structure.canonical import CanonicalGraph, canonicalise
@@ -102,9 +103,27 @@ def escaping(region: Region) -> tuple[tuple[fx.Node, fx.Node], ...]:
 
 
 def _reads(user: fx.Node) -> bool:
-    """Whether a user takes the value itself; tracing assertions and results of a call that nobody uses do not."""
-    unused = user.target is operator.getitem and not user.users
-    return "_assert" not in str(user.target) and not unused
+    """Whether a user takes the value itself; tracing assertions and calls whose results nobody uses do not."""
+    return "_assert" not in str(user.target) and not _dead(user)
+
+
+def _dead(node: fx.Node) -> bool:
+    """Whether a call leaves no trace: neither it nor any use of its results writes, draws, or is a result."""
+    stack, seen = [node], {node}
+    while stack:
+        one = stack.pop()
+        if not _pure(one):
+            return False
+        stack += [user for user in one.users if user not in seen]
+        seen.update(one.users)
+    return True
+
+
+def _pure(node: fx.Node) -> bool:
+    """A call that writes to nothing and takes no random numbers."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded not in node.target.tags and not node.target._schema.is_mutable
+    return node.target is operator.getitem
 
 
 def standalone(region: Region) -> fx.Graph:

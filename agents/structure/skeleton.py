@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from shardwright.agents.structure.opaque import OpaqueExperts, like_meta
 from shardwright.agents.structure.opaque_indexers import opaque_indexers
+from shardwright.agents.structure.opaque_loops import counted_cuts
 from shardwright.agents.structure.opaque_rules import opaque_rules
 from shardwright.agents.structure.trace import TRACE_ERRORS
 from shardwright.checkpoints.components import component_of
@@ -116,6 +117,7 @@ def _try_out(layer: nn.Module, inputs: LayerInputs, hidden: torch.Tensor) -> Lay
             OpaqueExperts(layer).installed(),
             opaque_rules(layer),
             opaque_indexers(layer),
+            counted_cuts(layer),
         ):
             return LayerResult.of(layer(*args, **kwargs), hidden)
     except TRACE_ERRORS:

@@ -72,10 +72,13 @@ def _permute(builder: Builder, call: Call) -> Any:
     rank = len(call.spec.shape)
     if call.name == "permute":
         dims = [d % rank for d in call.get("dims")]
+    elif call.name == "numpy_T":
+        dims = list(reversed(range(rank)))
     else:
         dims = list(range(rank))
-        one, other = (0, 1) if call.name == "t" else (call.get("dim0", 0) % rank, call.get("dim1", 0) % rank)
+        given = (call.get("dim0", 0), call.get("dim1", 0))
         if rank > 1:
+            one, other = (d % rank for d in {"t": (0, 1), "mT": (-2, -1)}.get(call.name, given))
             dims[one], dims[other] = dims[other], dims[one]
     value = call.first
     if builder.is_op(value, "permute"):
@@ -248,7 +251,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("to", "_to_copy", "type_as"), _to),
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten"), _reshape),
     **dict.fromkeys(("expand", "expand_as"), _expand),
-    **dict.fromkeys(("permute", "transpose", "t", "swapaxes"), _permute),
+    **dict.fromkeys(("permute", "transpose", "t", "numpy_T", "mT", "swapaxes"), _permute),
     **dict.fromkeys(("chunk", "split", "split_with_sizes"), _split),
     **dict.fromkeys(("matmul", "mm"), _matmul),
     **dict.fromkeys(("pow", "square"), _pow),

@@ -22,7 +22,7 @@ from shardwright.kernels.dsa.attention import inputs as attention
 from shardwright.kernels.dsa.attention.op import dsa_attention
 from shardwright.kernels.dsa.attention.reference import dsa_attention_reference
 from shardwright.kernels.dsa.attention.visibility import bounds_of
-from shardwright.kernels.dsa.cost import cost, dense_cost
+from shardwright.kernels.dsa.cost import cost
 from shardwright.kernels.dsa.dense import gated_mla_attention, sigmoid_gate
 from shardwright.kernels.dsa.indexer import rivals
 from shardwright.kernels.dsa.indexer.cases import CHOSEN, draw, inputs, top_k
@@ -145,9 +145,7 @@ def eager_dense(
 
 def door_cost(T: int, H: int, V: int, R: int, P: int, U: int, K: int, dtype: str, **more: bool) -> OpCost:
     """The attention's part; the products of the up-projection are the model's own either way."""
-    if K:
-        return cost(T, H, dtype, N=0, D=0, K=K, V=V, R=R)
-    return dense_cost(T, H, dtype, D=P + R, V=U)
+    return cost(T, H, dtype, N=0, D=0, K=K, V=V, R=R, A=P, B=U)
 
 
 def compile_cases() -> tuple[AnyCase, ...]:
@@ -174,7 +172,7 @@ def bad_inputs(device: str) -> tuple[BadInput, ...]:
         *,
         up: UpProjection = up,
         gate: Tensor | None = gate,
-        k_rope: Tensor = keys,
+        k_rope: Tensor | None = keys,
         sinks: Tensor | None = None,
         cu_seqlens: list[int] | None = None,
     ) -> None:
@@ -187,6 +185,7 @@ def bad_inputs(device: str) -> tuple[BadInput, ...]:
         BadInput("gate-of-another-kind", "dtype-mixed", lambda: call(gate=gate.double())),
         BadInput("keys-of-another-count", "wrong-shape", lambda: call(k_rope=ones(3, 8))),
         BadInput("keys-of-rank-three", "wrong-shape", lambda: call(k_rope=ones(4, 1, 8))),
+        BadInput("rotated-queries-alone", "rope-unpaired", lambda: call(k_rope=None)),
         BadInput("dense-with-sinks", "dense-sinks", lambda: call(None, sinks=ones(2))),
         BadInput("documents-unsorted", "cu-seqlens-unsorted", lambda: call(None, cu_seqlens=[0, 3, 2, 4])),
         BadInput(

@@ -1,7 +1,8 @@
 """Counted work of a layer of sparse attention, and of gated dense attention. No torch, no device, no milliseconds.
 
-Legend: T queries and keys, H heads, N indexer heads, D indexer width, K selected keys, V width of the latent (of a
-value in dense attention), R rotated width, b bytes per value.
+Legend: T queries and keys, H heads, N indexer heads, D indexer width, K selected keys, V width of the latent, R rotated
+width, A and B widths of a head's plain key and its value, b bytes per value. In dense attention D, V are widths of key
+and value.
 """
 
 from __future__ import annotations
@@ -24,9 +25,16 @@ def cost(
     K: int,
     V: int,
     R: int,
+    A: int = 0,
+    B: int = 0,
     weight_gradient: bool = False,
 ) -> OpCost:
-    """The choice, then attention forward and backward; a frozen indexer has no backward. N 0: a selection is given."""
+    """The choice, then attention forward and backward; a frozen indexer has no backward. N 0: a selection is given.
+
+    K 0 with a width B: the same door without a selection, which is dense attention of keys A + R wide.
+    """
+    if not K and B:
+        return dense_cost(T, H, dtype, D=A + R, V=B, weight_gradient=weight_gradient)
     behind = attention_cost(T, H, T, K, V, dtype, R=R, weight_gradient=weight_gradient)
     forward, workspace = behind.forward, behind.forward.workspace_bytes
     if N:

@@ -24,9 +24,9 @@ from shardwright.kernels.dsa.up_projection import UpProjection
 
 def latent_attention(
     q_nope: Tensor,
-    q_rope: Tensor,
+    q_rope: Tensor | None,
     latent: Tensor,
-    k_rope: Tensor,
+    k_rope: Tensor | None,
     up: UpProjection,
     indices: Tensor | None,
     gate: Tensor | None = None,
@@ -42,7 +42,7 @@ def latent_attention(
 
     Args:
         q_nope: ``[T, H, N]``, not absorbed.
-        q_rope: ``[T, H, R]``, rotated; not rotated where the layer rotates nothing.
+        q_rope: ``[T, H, R]``, rotated; ``None``, with ``k_rope``, where the layer rotates nothing.
         latent: ``[S, C]``, normed.
         k_rope: ``[S, R]``.
         up: keys and values of a latent.
@@ -73,8 +73,10 @@ def latent_attention(
     )
     if indices is None:
         keys, values = up.expand(latent)
-        rotated = k_rope[:, None].expand(-1, up.heads, -1)
-        q, k = torch.cat((q_nope, q_rope), -1), torch.cat((keys, rotated), -1)
+        q, k = q_nope, keys
+        if q_rope is not None and k_rope is not None:
+            rotated = k_rope[:, None].expand(-1, up.heads, -1)
+            q, k = torch.cat((q_nope, q_rope), -1), torch.cat((keys, rotated), -1)
         return gated_mla_attention(q, k, values, gate, scale=scale, cu_seqlens=cu_seqlens), None
     mixed, lse = dsa_attention(
         up.absorb(q_nope),

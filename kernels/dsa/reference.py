@@ -15,9 +15,9 @@ from shardwright.kernels.dsa.up_projection import UpProjection
 
 def latent_attention_reference(
     q_nope: Tensor,
-    q_rope: Tensor,
+    q_rope: Tensor | None,
     latent: Tensor,
-    k_rope: Tensor,
+    k_rope: Tensor | None,
     up: UpProjection,
     indices: Tensor | None,
     gate: Tensor | None = None,

@@ -189,13 +189,15 @@ def _case(name: str, T: int, H: int, docs: int = 1) -> BenchCase:
     return BenchCase(f"kda/{name}", {"T": T, "H": H, **WIDE, "docs": docs}, torch.bfloat16, PASSES)
 
 
+# With wide keys the gradient of a final state outweighs that of the outputs, and decays within a few tokens: one
+# document of 16 heads would be judged by about 16 numbers, whose rounding is a matter of luck. Nine documents are not.
 SUITE = _suite(
     "bounded",
     small=({"T": 70, "H": 1, "HV": 2, "K": 64, "V": 64, "docs": 3},),
     large=(
         {"T": 1000, "H": 16, "K": 128, "V": 128, "docs": 7},
         {"T": 320, "H": 8, "HV": 16, "K": 128, "V": 256},
-        {"T": 130, "H": 16, "K": 256, "V": 128},
+        {"T": 1040, "H": 16, "K": 256, "V": 128, "docs": 9},
     ),
     bench=(
         _case("T8k-H32", 8192, 32),

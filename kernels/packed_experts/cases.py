@@ -67,7 +67,7 @@ def inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> tuple[Te
     return x, up.values, up.scales, low.values, low.scales, *factors
 
 
-def _stacks(base: tuple[Tensor, ...]) -> tuple[PackedStack, PackedStack]:
+def stacks_of(base: tuple[Tensor, ...]) -> tuple[PackedStack, PackedStack]:
     return PackedStack(base[0], base[1], "mxfp4"), PackedStack(base[2], base[3], "mxfp4")
 
 
@@ -78,7 +78,7 @@ def fused(x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
     if factors:
         up, low = Adapter(factors[0], factors[1], SCALINGS[0]), Adapter(factors[2], factors[3], SCALINGS[1])
     n = counts(x.shape[0], given[0].shape[0], str(x.device))
-    return (packed_experts(x, n, *_stacks(given), up=up, low=low, activation=SITU),)
+    return (packed_experts(x, n, *stacks_of(given), up=up, low=low, activation=SITU),)
 
 
 def reference(x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
@@ -86,22 +86,25 @@ def reference(x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
     if factors:
         up, low = (factors[0], factors[1], SCALINGS[0]), (factors[2], factors[3], SCALINGS[1])
     n = counts(x.shape[0], given[0].shape[0], str(x.device))
-    return (packed_experts_reference(x, n, *_stacks(given), up, low, SITU),)
+    return (packed_experts_reference(x, n, *stacks_of(given), up, low, SITU),)
 
 
 def rival(*, keeps: bool) -> Function:
-    """Dequantise, then grouped products; the checkpoint's own byte order is prepared outside what is timed."""
+    """Dequantise, then grouped products; the checkpoint's own byte order is prepared outside what is timed.
+
+    Where biases are given it is gpt-oss's layer, else K3's.
+    """
     made: dict[int, tuple[Tensor, tuple[rivals.Bytes, rivals.Bytes]]] = {}
 
     def mlp(x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         held = made.get(id(given[0]))
         if held is None or held[0] is not given[0]:
-            gate_up, down = _stacks(given)
+            gate_up, down = stacks_of(given)
             made.clear()
             made[id(given[0])] = held = (given[0], (mxfp4_bytes(gate_up), mxfp4_bytes(down)))
         ends = counts(x.shape[0], given[0].shape[0], str(x.device)).cumsum(0).to(torch.int32)
-        y = rivals.DequantiseThenGrouped.apply(x, ends, *held[1], keeps)
-        return (y,)
+        between = rivals.gpt_oss(given[4], given[5], ends, x.shape[0]) if given[4:] else rivals.k3()
+        return (rivals.DequantiseThenGrouped.apply(x, ends, *held[1], keeps, between),)
 
     return mlp
 

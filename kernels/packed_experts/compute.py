@@ -25,7 +25,7 @@ from shardwright.kernels.permute.tiles import Tiles, make_tiles
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """Packed stacks and the adapters' factors; ``None`` where a stack has no adapter."""
+    """Packed stacks, the adapters' factors and the biases; ``None`` where a stack has none."""
 
     gate_up: PackedStack
     down: PackedStack
@@ -33,18 +33,22 @@ class PackedWeights:
     up_b: Tensor | None = None
     down_a: Tensor | None = None
     down_b: Tensor | None = None
+    up_bias: Tensor | None = None
+    """``[E, F]`` in the stack's own row order; frozen."""
+    down_bias: Tensor | None = None
+    """``[E, H]``; frozen."""
 
     def stacks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Values and scales of both stacks."""
         return self.gate_up.values, self.gate_up.scales, self.down.values, self.down.scales
 
-    def factors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Those of both adapters."""
-        return self.up_a, self.up_b, self.down_a, self.down_b
+    def beside(self) -> tuple[Tensor | None, ...]:
+        """What goes with the stacks, in the order of the fields: four factors, two biases."""
+        return self.up_a, self.up_b, self.down_a, self.down_b, self.up_bias, self.down_bias
 
     def dequantised(self) -> Weights:
         """The same with bf16 stacks: the workspace's."""
-        return Weights(*workspace.dequantised((self.gate_up, self.down)), *self.factors())
+        return Weights(*workspace.dequantised((self.gate_up, self.down)), *self.beside())
 
 
 def forward(
@@ -74,7 +78,7 @@ def forward(
         z_up = x.new_empty((R, rank))
         launch_shrink("shrink-up", x, w.up_a, 1, H, choice.up_scaling, rows, False, z_up)
         low = LowRank(z_up, w.up_b, rank, rank, 1)
-    gate_up = PackedProduct(x, w.gate_up, rows, pieces, low)
+    gate_up = PackedProduct(x, w.gate_up, rows, pieces, low, w.up_bias)
     launches.launch_gate_up(gate_up, interleaved, choice.activation, gu, h)
     low = None
     if w.down_a is not None and w.down_b is not None:
@@ -83,7 +87,7 @@ def forward(
         launch_shrink("shrink-down", h, w.down_a, 1, I, choice.down_scaling, rows, False, z_down)
         low = LowRank(z_down, w.down_b, rank, rank, 1)
     y = x.new_empty((R, H))
-    launches.launch_down(PackedProduct(h, w.down, rows, pieces, low), y)
+    launches.launch_down(PackedProduct(h, w.down, rows, pieces, low, w.down_bias), y)
     if not keep:
         return y, Kept(None, None, None, None), rows.tiles
     return y, Kept(gu, h if z_down is not None else None, z_up, z_down), rows.tiles
@@ -100,7 +104,10 @@ def backward(
     wants: Wants,
     token: object | None = None,
 ) -> tuple[Gradients, Tiles]:
-    """Gradients of x and of the adapters, where asked for; and the tile list."""
+    """Gradients of x and of the adapters, where asked for; and the tile list.
+
+    Biases are frozen, and what was kept holds them: no product here adds one.
+    """
     R, H = x.shape
     if dequantise:
         of = None if token is None else (token, "dequantised")

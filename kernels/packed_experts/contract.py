@@ -29,6 +29,8 @@ ROLES = {
     "down": "packed frozen stack [E, H, I]",
     "lora_a": "adapter [E, r, in]",
     "lora_b": "adapter [E, out, r]",
+    "up_bias": "frozen bias [E, F] in the rows' order",
+    "down_bias": "frozen bias [E, H]",
     "y": "rows [R, H]",
 }
 
@@ -44,7 +46,7 @@ OBLIGATIONS: tuple[ObligationName, ...] = (
     "reversible-layout",
     "differential-test",
 )
-"""The base must be frozen and packed; the kernels' byte order is a reversible layout (``storage``)."""
+"""The base must be frozen and packed, biases frozen; the kernels' byte order is a reversible layout (``storage``)."""
 
 
 class StackLike(Protocol):

@@ -12,6 +12,8 @@ from shardwright.schemas.ops import OpCost, PassCost
 
 STORED: dict[str, Fraction] = {"mxfp4": Fraction(17, 32), "fp8": 1 + Fraction(4, 128 * 128)}
 """Bytes of one weight with its share of scales."""
+KINDS = {4: "mxfp4", 8: "fp8"}
+"""Bits of a stored value → how it is packed."""
 VALUE = 2
 """Bytes of one bf16 value."""
 
@@ -25,28 +27,30 @@ def cost(
     *,
     r: int = 0,
     gated: bool = True,
-    kind: str = "mxfp4",
+    bits: int = 4,
     weight_gradient: bool = False,
 ) -> OpCost:
     """Work of forward and backward over rows ``[R, H]`` sorted by expert; the base is packed and frozen.
 
-    Floors read each expert's packed weights once a pass, and every row once. From ``configs.DEQUANTISE_ROWS`` rows
+    Floors read each expert's packed weights once a pass, and every row once. Biases (one value for some 1,500 bytes of
+    weights at gpt-oss's width) are not counted. From ``configs.DEQUANTISE_ROWS`` rows
     an expert on, both passes of training share one dequantised copy, which the forward writes.
 
     Args:
         dtype: of rows and adapters: bf16.
         r: rank of the adapters on both stacks; 0 without LoRA.
+        bits: of a stored weight: one of ``KINDS``.
         weight_gradient: must be False: there is no gradient of the base.
     """
-    F, used = (2 if gated else 1) * I, min(E, R)
+    F, used, stored = (2 if gated else 1) * I, min(E, R), STORED[KINDS[bits]]
     weights = F * H + H * I
-    packed, wide = int(used * weights * STORED[kind]), E * weights * VALUE
+    packed, wide = int(used * weights * stored), E * weights * VALUE
     copies = configs.dequantises(R, E, trains=True) and R > 0
     adapters, low = used * r * (H + F + I + H) * VALUE, 2 * R * r * (H + F + I + H)
     products = 2 * R * weights
     forward = PassCost(
         flops=products + low + 8 * R * I,
-        bytes_read=(int(E * weights * STORED[kind]) + wide if copies else packed)
+        bytes_read=(int(E * weights * stored) + wide if copies else packed)
         + adapters
         + R * (H + I + (H + I + 4 * r) * (r > 0)) * VALUE,
         bytes_written=(wide if copies else 0) + R * (F + I + H + 2 * r) * VALUE,

@@ -28,19 +28,21 @@ def make_rows(counts: Tensor, R: int, most_rows: int, token: object | None = Non
 
 
 class PackedProduct(NamedTuple):
-    """One product of rows with a packed stack ``(+ z B)``: all that a launch reads."""
+    """One product of rows with a packed stack ``(+ z B) (+ bias)``: all that a launch reads."""
 
     x: Tensor
     w: PackedStack
     rows: Rows
     pieces: Pieces
     low: LowRank | None = None
+    bias: Tensor | None = None
+    """[E, N]; products along the packed dim add it."""
 
     def tensors(self, *more: Tensor | None) -> tuple[Tensor | None, ...]:
         """Every tensor of a launch but for the stack's values, which may go by views; ``more``: what it fills."""
         z, b = (None, None) if self.low is None else (self.low.z, self.low.b)
         tiles = self.rows.tiles
-        return (self.x, self.w.scales, *more, z, b, *tiles.lists(), tiles.count)
+        return (self.x, self.w.scales, *more, z, b, *tiles.lists(), tiles.count, self.bias)
 
     def row_tiles(self, BK: int) -> tuple[TensorDescriptor, TensorDescriptor]:
         """The rows in both pieces of a tile."""
@@ -91,7 +93,7 @@ def launch_gate_up(
     product: PackedProduct, interleaved: bool, activation: Activation, gu: Tensor | None, h: Tensor
 ) -> None:
     """Fill ``h [R, I]`` and, where given, the pre-activations ``gu [R, F]``."""
-    x, w, rows, _, _ = product
+    x, w, rows = product.x, product.w, product.rows
     if rows.tiles.most == 0:
         return
     H, I, at = x.shape[1], h.shape[1], configs.GATE_UP
@@ -116,18 +118,20 @@ def launch_gate_up(
             h if gu is None else gu,
             h,
             *product.after(h),
+            h if product.bias is None else product.bias,
             H=H,
             I=I,
             F=(2 if activation.gated else 1) * I,
             SAVE=gu is not None,
+            BIAS=product.bias is not None,
             **_activated(activation, interleaved),
             **product.fixed(at),
         )
 
 
 def launch_down(product: PackedProduct, y: Tensor) -> None:
-    """Fill ``y [R, N] = x [R, K] Wᵀ (+ z Bᵀ)``; ``low.b`` is [E, N, r]."""
-    x, w, rows, _, _ = product
+    """Fill ``y [R, N] = x [R, K] Wᵀ (+ z Bᵀ) (+ bias)``; ``low.b`` is [E, N, r]."""
+    x, w, rows = product.x, product.w, product.rows
     if rows.tiles.most == 0:
         return
     tensors, key = product.tensors(w.values, y), key_of(rows.token, "down")
@@ -145,8 +149,10 @@ def launch_down(product: PackedProduct, y: Tensor) -> None:
             w.scales,
             y,
             *product.after(y),
+            y if product.bias is None else product.bias,
             N=N,
             K=K,
+            BIAS=product.bias is not None,
             **product.fixed(at),
         )
 
@@ -155,7 +161,7 @@ def launch_activation_bwd(
     product: PackedProduct, interleaved: bool, activation: Activation, gu: Tensor, dgu: Tensor
 ) -> None:
     """Fill ``dgu [R, F]`` from x = ``dy [R, H]``; ``low.b`` is the down adapter's a, [E, r, I]."""
-    x, w, rows, _, _ = product
+    x, w, rows = product.x, product.w, product.rows
     if rows.tiles.most == 0:
         return
     tensors, key = product.tensors(w.values, gu, dgu), key_of(rows.token, "activation-bwd")
@@ -187,7 +193,7 @@ def launch_activation_bwd(
 
 def launch_dx(product: PackedProduct, dx: Tensor) -> None:
     """Fill ``dx [R, H] = dgu [R, F] W (+ t A)`` from x = dgu; ``low.b`` is the up adapter's a, [E, r, H]."""
-    x, w, rows, _, _ = product
+    x, w, rows = product.x, product.w, product.rows
     if rows.tiles.most == 0:
         return
     tensors, key = product.tensors(w.values, dx), key_of(rows.token, "dx")

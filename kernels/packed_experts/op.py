@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.kernels import device, guards
 from shardwright.kernels.admitted import Admitted
 from shardwright.kernels.dispatch import direct, wants_gradient
-from shardwright.kernels.grouped_lora_mlp import contract as grouped_contract
 from shardwright.kernels.grouped_lora_mlp.contract import Activation, Layout
 from shardwright.kernels.grouped_lora_mlp.layer import (
     Adapter,
@@ -28,37 +26,15 @@ from shardwright.kernels.grouped_lora_mlp.layer import (
     encode,
     placed,
 )
-from shardwright.kernels.packed_experts import compute, configs, contract
+from shardwright.kernels.packed_experts import compute, configs
+from shardwright.kernels.packed_experts.admit import check, refuse_learning
 from shardwright.kernels.packed_experts.compute import PackedWeights
 from shardwright.kernels.packed_experts.copies_launch import launch_zero_tail
 from shardwright.kernels.packed_experts.storage import PackedStack
 
 ADMITTED = Admitted()
-
-
-def check(x: Tensor, counts: Tensor, w: PackedWeights, choice: Choice, *, real: bool = True) -> None:
-    """All guards; those on memory only for real tensors.
-
-    Raises:
-        KernelError: see ``contract`` and ``grouped_lora_mlp.contract``.
-    """
-    op = contract.NAME
-    grouped_contract.check_choice(op, choice.activation, choice.layout)
-    contract.check_inputs(op, x, cast(Any, w.gate_up), cast(Any, w.down), choice.activation, choice.layout.interleaved)
-    (E, F, H), I = w.gate_up.shape, w.down.shape[2]
-    tensors = {"x": x, "counts": counts}
-    tensors |= {"gate_up values": w.gate_up.values, "gate_up scales": w.gate_up.scales}
-    tensors |= {"down values": w.down.values, "down scales": w.down.scales}
-    for role, a, b, sizes in (("up", w.up_a, w.up_b, (E, F, H)), ("down", w.down_a, w.down_b, (E, H, I))):
-        if (a is None) != (b is None):
-            raise guards.refuse(op, "wrong-shape", f"{role} has one adapter factor", "pass both a and b")
-        if a is not None and b is not None:
-            grouped_contract.check_adapter(op, role, a, b, sizes, x)
-            tensors |= {f"{role}.a": a, f"{role}.b": b}
-    grouped_contract.check_counts(op, counts, E)
-    if real:
-        guards.one_device(op, cast(Any, tensors), interpreted=device.interpreted())
-        guards.dense(op, cast(Any, tensors))
+FACTORS, BESIDE = 4, 6
+"""Tensors beside the stacks: the adapters' factors come first, the biases after."""
 
 
 def run_forward(
@@ -69,7 +45,7 @@ def run_forward(
     ``dequantise`` overrides the table.
     """
     token = ADMITTED.check(
-        (x, counts, *w.stacks(), *w.factors()),
+        (x, counts, *w.stacks(), *w.beside()),
         (choice, w.gate_up.kind, w.down.kind),
         lambda: check(x, counts, w, choice),
     )
@@ -103,10 +79,10 @@ class PackedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, choice: Choice, x: Tensor, counts: Tensor, gate_up: PackedStack, down: PackedStack, *factors: Optional
+        ctx: Any, choice: Choice, x: Tensor, counts: Tensor, gate_up: PackedStack, down: PackedStack, *beside: Optional
     ) -> Tensor:
-        y, kept, ctx.token = run_forward(choice, PackedWeights(gate_up, down, *factors), x, counts, keep=True)
-        ctx.save_for_backward(x, counts, *factors, *kept)
+        y, kept, ctx.token = run_forward(choice, PackedWeights(gate_up, down, *beside), x, counts, keep=True)
+        ctx.save_for_backward(x, counts, *beside, *kept)
         ctx.choice, ctx.stacks = choice, (gate_up, down)  # frozen and never outputs: no cycle, no version to check
         return y
 
@@ -114,17 +90,18 @@ class PackedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, counts, *rest = ctx.saved_tensors
-        w, kept, needs = PackedWeights(*ctx.stacks, *rest[:4]), Kept(*rest[4:]), ctx.needs_input_grad
+        w, kept, needs = PackedWeights(*ctx.stacks, *rest[:BESIDE]), Kept(*rest[BESIDE:]), ctx.needs_input_grad
         wants = Wants(needs[1], up=any(needs[5:7]), low=any(needs[7:9]))
         found = run_backward(ctx.choice, w, x, counts, kept, dy, wants, ctx.token)
-        return (None, found.dx, None, None, None, found.up_a, found.up_b, found.down_a, found.down_b)
+        return (None, found.dx, None, None, None, found.up_a, found.up_b, found.down_a, found.down_b, None, None)
 
 
 class Registered(NamedTuple):
-    """A packed layer as a registered operator takes it: its stacks, the factors that there are, and the choice."""
+    """A packed layer as a registered operator takes it: its stacks, what there is beside them, and the choice."""
 
     stacks: list[Tensor]
-    factors: list[Tensor]
+    beside: list[Tensor]
+    """Factors, then biases."""
     present: list[bool]
     kind: str
     numbers: list[float]
@@ -132,15 +109,19 @@ class Registered(NamedTuple):
 
     @staticmethod
     def of(w: PackedWeights, choice: Choice) -> Registered:
-        factors = w.factors()
-        given = [factor for factor in factors if factor is not None]
-        return Registered(list(w.stacks()), given, [f is not None for f in factors], w.gate_up.kind, *encode(choice))
+        beside = w.beside()
+        given = [tensor for tensor in beside if tensor is not None]
+        return Registered(list(w.stacks()), given, [t is not None for t in beside], w.gate_up.kind, *encode(choice))
 
     def weights(self) -> PackedWeights:
         gate_up, gate_up_scales, down, down_scales = self.stacks
         kind = cast(Any, self.kind)
         stacks = PackedStack(gate_up, gate_up_scales, kind), PackedStack(down, down_scales, kind)
-        return PackedWeights(*stacks, *placed(self.factors, self.present))
+        return PackedWeights(*stacks, *placed(self.beside, self.present))
+
+    def factors(self) -> list[Tensor]:
+        """Those of ``beside`` that learn."""
+        return self.beside[: sum(self.present[:FACTORS])]
 
     def choice(self) -> Choice:
         return decode(self.numbers, self.flags)
@@ -151,14 +132,14 @@ def packed_experts_forward(
     x: Tensor,
     counts: Tensor,
     stacks: list[Tensor],
-    factors: list[Tensor],
+    beside: list[Tensor],
     present: list[bool],
     kind: str,
     numbers: list[float],
     flags: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``y``, gu, h, z_up, z_down as one opaque node for tracers; the layer: see ``Registered``."""
-    given = Registered(stacks, factors, present, kind, numbers, flags)
+    given = Registered(stacks, beside, present, kind, numbers, flags)
     y, kept, _ = run_forward(given.choice(), given.weights(), x, counts, keep=True)
     gu, h, z_up, z_down = kept.outputs(x)
     return y, gu, h, z_up, z_down
@@ -182,14 +163,14 @@ def packed_experts_backward(
     counts: Tensor,
     kept: list[Tensor],
     stacks: list[Tensor],
-    factors: list[Tensor],
+    beside: list[Tensor],
     present: list[bool],
     kind: str,
     numbers: list[float],
     flags: str,
 ) -> list[Tensor]:
     """dx, then one gradient for each factor."""
-    given = Registered(stacks, factors, present, kind, numbers, flags)
+    given = Registered(stacks, beside, present, kind, numbers, flags)
     found = run_backward(given.choice(), given.weights(), x, counts, Kept.of(kept), dy, Wants())
     learned = (found.up_a, found.up_b, found.down_a, found.down_b)
     return [cast(Tensor, found.dx), *(gradient for gradient in learned if gradient is not None)]
@@ -197,21 +178,22 @@ def packed_experts_backward(
 
 @packed_experts_backward.register_fake
 def _(dy: Tensor, x: Tensor, counts: Tensor, kept: list[Tensor], *layer: Any) -> list[Tensor]:
-    return [torch.empty_like(x), *(torch.empty_like(factor) for factor in Registered(*layer).factors)]
+    return [torch.empty_like(x), *(torch.empty_like(factor) for factor in Registered(*layer).factors())]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, counts, stacks, factors, *fixed = inputs
-    ctx.save_for_backward(x, counts, *output[1:], *stacks, *factors)
+    x, counts, stacks, beside, *fixed = inputs
+    ctx.save_for_backward(x, counts, *output[1:], *stacks, *beside)
     ctx.fixed = fixed
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _differentiate(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Any, ...]:
     x, counts, *rest = ctx.saved_tensors
-    kept, stacks, factors = rest[:4], rest[4:8], rest[8:]
-    dx, *found = packed_experts_backward(dy, x, counts, kept, stacks, factors, *ctx.fixed)
-    return dx, None, [None] * 4, found, None, None, None, None
+    kept, stacks, beside = rest[:4], rest[4:8], rest[8:]
+    dx, *found = packed_experts_backward(dy, x, counts, kept, stacks, beside, *ctx.fixed)
+    gradients = [*found, *[None] * (len(beside) - len(found))]
+    return dx, None, [None] * 4, gradients, None, None, None, None
 
 
 packed_experts_forward.register_autograd(_differentiate, setup_context=_save)
@@ -225,6 +207,8 @@ def packed_experts(
     *,
     up: Adapter | None = None,
     low: Adapter | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
     activation: Activation = Activation(),  # noqa: B008  (frozen)
     interleaved: bool = False,
 ) -> Tensor:
@@ -237,21 +221,25 @@ def packed_experts(
         down: packed ``[E, H, I]``.
         up: adapter of ``gate_up``; its b has F rows in the stack's own order.
         low: adapter of ``down``.
+        up_bias: bf16 ``[E, F]`` in the stack's own row order, added before the activation; frozen.
+        down_bias: bf16 ``[E, H]``; frozen.
         interleaved: gate and up rows alternate (MXFP4 only).
 
     Returns:
         ``[R, H]`` in bf16, without routing weights.
 
     Raises:
-        KernelError: an input outside ``check``.
+        KernelError: an input outside ``admit.check``; ``trains-the-base`` where a frozen tensor wants a gradient.
     """
     choice, factors = choice_of(activation, Layout("out_in", interleaved), up, low)
-    w = PackedWeights(gate_up, down, *factors)
-    given = [factor for factor in factors if factor is not None]
+    w = PackedWeights(gate_up, down, *factors, up_bias, down_bias)
+    beside = w.beside()
+    given = [tensor for tensor in beside if tensor is not None]
+    refuse_learning(w)
     if not direct(x, counts, *w.stacks(), *given):
         if gate_up.kind != down.kind:
             check(x, counts, w, choice, real=False)
         return packed_experts_forward(x, counts, *Registered.of(w, choice))[0]
     if not wants_gradient(x, *given):
         return run_forward(choice, w, x, counts, keep=False)[0]
-    return cast(Tensor, PackedExperts.apply(choice, x, counts, gate_up, down, *factors))
+    return cast(Tensor, PackedExperts.apply(choice, x, counts, gate_up, down, *beside))

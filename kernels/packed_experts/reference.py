@@ -42,8 +42,14 @@ def packed_experts_reference(
     down_adapter: Adapter | None,
     activation: Activation,
     interleaved: bool = False,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
-    """``[R, H]`` → ``[R, H]`` in x's dtype: each expert's rows through its decoded MLP."""
+    """``[R, H]`` → ``[R, H]`` in x's dtype: each expert's rows through its decoded MLP.
+
+    Biases are ``[E, F]`` in the stack's own row order and ``[E, H]``.
+    """
     up, low = (dequantise_reference(stack).to(x.dtype) for stack in (gate_up, down))
     layout = Layout("out_in", interleaved)
-    return grouped_lora_mlp_reference(x, counts, up, low, up_adapter, down_adapter, activation, layout)
+    adapters, biases = (up_adapter, down_adapter), (up_bias, down_bias)
+    return grouped_lora_mlp_reference(x, counts, up, low, *adapters, activation, layout, *biases)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as nnf
@@ -20,6 +20,7 @@ from torch import Tensor
 from shardwright.kernels.grouped_lora_mlp.rivals import grouped_mm
 
 BETA, LINEAR_BETA = 4.0, 25.0
+LIMIT, SLOPE = 7.0, 1.702
 Bytes = tuple[Tensor, Tensor]
 """A stack as compressed-tensors has it: packed [E, N, K/2] and scale [E, N, K/32], uint8."""
 
@@ -47,26 +48,79 @@ def situ_backward(gu: Tensor, dh: Tensor) -> Tensor:
     return torch.cat((dg, d * BETA * t * s * (1 - v * v)), -1).to(gu.dtype)
 
 
+def biased_clamped(gu: Tensor, bias: Tensor, expert: Tensor) -> Tensor:
+    """gpt-oss: gate and up alternate; min(g, 7) σ(1.702 min(g, 7)) · (clamp(u, ±7) + 1) of ``gu + bias``, in fp32."""
+    both = gu.float() + bias[expert].float()
+    low, up = both[:, 0::2].clamp(max=LIMIT), both[:, 1::2].clamp(-LIMIT, LIMIT)
+    return (low * torch.sigmoid(SLOPE * low) * (up + 1)).to(gu.dtype)
+
+
+def biased_clamped_backward(gu: Tensor, bias: Tensor, expert: Tensor, dh: Tensor) -> Tensor:
+    """The gradient of ``biased_clamped`` for its first argument."""
+    both, d = gu.float() + bias[expert].float(), dh.float()
+    g, u = both[:, 0::2], both[:, 1::2]
+    low, up = g.clamp(max=LIMIT), u.clamp(-LIMIT, LIMIT)
+    s = torch.sigmoid(SLOPE * low)
+    dg = torch.where(g <= LIMIT, d * (up + 1) * (s + SLOPE * low * s * (1 - s)), 0.0)
+    du = torch.where(u.abs() <= LIMIT, d * low * s, 0.0)
+    return torch.stack((dg, du), -1).flatten(-2).to(gu.dtype)
+
+
+def add_bias(y: Tensor, bias: Tensor, expert: Tensor) -> Tensor:
+    """Each row plus its expert's bias."""
+    return y + bias[expert]
+
+
 @cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return cast(Callable[..., Tensor], torch.compile(function, dynamic=False))
+
+
+class Elementwise(NamedTuple):
+    """What is computed between the products and after them, compiled."""
+
+    inner: Callable[[Tensor], Tensor]
+    """gu [R, F] → h [R, I]."""
+    inner_backward: Callable[[Tensor, Tensor], Tensor]
+    """gu, dh → dgu."""
+    outer: Callable[[Tensor], Tensor] | None = None
+    """y → y."""
+
+
+def k3() -> Elementwise:
+    """SiTU without biases."""
+    return Elementwise(_compiled(situ), _compiled(situ_backward))
+
+
+def gpt_oss(up_bias: Tensor, down_bias: Tensor, ends: Tensor, R: int) -> Elementwise:
+    """The clamped SwiGLU with biases [E, F] and [E, H]; rows of nobody get the last expert's."""
+    rows = torch.arange(R, device=ends.device)
+    expert = torch.searchsorted(ends, rows, right=True).clamp_(max=ends.numel() - 1)
+    return Elementwise(
+        lambda gu: _compiled(biased_clamped)(gu, up_bias, expert),
+        lambda gu, dh: _compiled(biased_clamped_backward)(gu, up_bias, expert, dh),
+        lambda y: _compiled(add_bias)(y, down_bias, expert),
+    )
 
 
 class DequantiseThenGrouped(torch.autograd.Function):
     """The rival's forward and dx; ``keeps`` the bf16 copies for the backward, or makes them again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ends: Tensor, gate_up: Bytes, down: Bytes, keeps: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, ends: Tensor, gate_up: Bytes, down: Bytes, keeps: bool, between: Elementwise
+    ) -> Tensor:
         decode = _compiled(decode_bytes)
         wide = decode(*gate_up)
         gu = grouped_mm(x, wide, ends)
-        h = _compiled(situ)(gu)
+        h = between.inner(gu)
         if not keeps:
             del wide
         narrow = decode(*down)
         ctx.save_for_backward(gu, ends)
-        ctx.packed, ctx.copies = (gate_up, down), ((wide, narrow) if keeps else None)
-        return grouped_mm(h, narrow, ends)
+        ctx.packed, ctx.copies, ctx.between = (gate_up, down), ((wide, narrow) if keeps else None), between
+        y = grouped_mm(h, narrow, ends)
+        return y if between.outer is None else between.outer(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
@@ -74,7 +128,7 @@ class DequantiseThenGrouped(torch.autograd.Function):
         product = getattr(nnf, "grouped_mm", None) or torch._grouped_mm
         decode = _compiled(decode_bytes)
         narrow = ctx.copies[1] if ctx.copies else decode(*ctx.packed[1])
-        dgu = _compiled(situ_backward)(gu, product(dy, narrow, offs=ends))
+        dgu = ctx.between.inner_backward(gu, product(dy, narrow, offs=ends))
         del narrow
         wide = ctx.copies[0] if ctx.copies else decode(*ctx.packed[0])
-        return product(dgu, wide, offs=ends), None, None, None, None
+        return product(dgu, wide, offs=ends), None, None, None, None, None

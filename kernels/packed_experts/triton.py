@@ -106,6 +106,13 @@ def _low_rank(acc, z_ptr, b_ptr, expert, rows, last, at, live, width, RANK, b_st
 
 
 @triton.jit
+def _biased(acc, bias_ptr, expert, at, live, width):
+    """``acc [BN, rows]`` plus entries ``at`` (where ``live``) of the expert's row of a bias [E, width]."""
+    bias = tl.load(bias_ptr + expert.to(tl.int64) * width + at, mask=live, other=0.0)
+    return acc + bias.to(tl.float32)[:, None]
+
+
+@triton.jit
 def _store_rows(pointer, value, rows, last, at, live, stride):
     """Store ``value [BN, rows]`` as rows of a [R, .] tensor, in columns ``at`` where ``live``.
 
@@ -118,17 +125,22 @@ def _store_rows(pointer, value, rows, last, at, live, stride):
 
 @triton.jit
 def _finish_gate_up(
-    g, u, gu_ptr, h_ptr, z_ptr, b_ptr, expert, first, last, n, live, I: tl.constexpr, F: tl.constexpr,
+    g, u, gu_ptr, h_ptr, z_ptr, b_ptr, bias_ptr, expert, first, last, n, live, I: tl.constexpr, F: tl.constexpr,
     RANK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, KIND: tl.constexpr, P0: tl.constexpr,
     P1: tl.constexpr, P2: tl.constexpr, GATED: tl.constexpr, SAVE: tl.constexpr, LORA: tl.constexpr, RP: tl.constexpr,
+    BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Adapter, saved pre-activations, activation, h. Gate columns are n·STEP; up columns lie I later, or 1."""
+    """Adapter, bias, saved pre-activations, activation, h. Gate columns are n·STEP; up columns lie I later, or 1."""
     rows = first + tl.arange(0, ROWS)
     up = 1 if STEP == 2 else I
     if LORA:
         g = _low_rank(g, z_ptr, b_ptr, expert, rows, last, n * STEP, live, F, RANK, RANK, 1, RP)
         if GATED:
             u = _low_rank(u, z_ptr, b_ptr, expert, rows, last, n * STEP + up, live, F, RANK, RANK, 1, RP)
+    if BIAS:
+        g = _biased(g, bias_ptr, expert, n * STEP, live, F)
+        if GATED:
+            u = _biased(u, bias_ptr, expert, n * STEP + up, live, F)
     if SAVE:
         _store_rows(gu_ptr, g, rows, last, n * STEP, live, F)
         if GATED:
@@ -138,11 +150,11 @@ def _finish_gate_up(
 
 @triton.jit
 def _gate_up_tile(
-    xa_desc, xb_desc, gate_desc, up_desc, s_ptr, gu_ptr, h_ptr, z_ptr, b_ptr, expert, first, last, column,
+    xa_desc, xb_desc, gate_desc, up_desc, s_ptr, gu_ptr, h_ptr, z_ptr, b_ptr, bias_ptr, expert, first, last, column,
     H: tl.constexpr, I: tl.constexpr, F: tl.constexpr, RANK: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr,
     BN: tl.constexpr, MX: tl.constexpr, ASM: tl.constexpr,
     STEP: tl.constexpr, KIND: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
-    GATED: tl.constexpr, SAVE: tl.constexpr, LORA: tl.constexpr, RP: tl.constexpr,
+    GATED: tl.constexpr, SAVE: tl.constexpr, LORA: tl.constexpr, RP: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     ga = tl.zeros([BN, BA], tl.float32)
     ua = tl.zeros([BN, BA], tl.float32)
@@ -183,20 +195,21 @@ def _gate_up_tile(
     tl.debug_barrier()
     # The small piece leaves first, so that registers are free when the large one is stored.
     if BB > 0:
-        _finish_gate_up(gb, ub, gu_ptr, h_ptr, z_ptr, b_ptr, expert, first + BA, last, n, live, I, F, RANK, BB,
-                        STEP, KIND, P0, P1, P2, GATED, SAVE, LORA, RP)  # fmt: skip
+        _finish_gate_up(gb, ub, gu_ptr, h_ptr, z_ptr, b_ptr, bias_ptr, expert, first + BA, last, n, live, I, F, RANK,
+                        BB, STEP, KIND, P0, P1, P2, GATED, SAVE, LORA, RP, BIAS)  # fmt: skip
     last_a = tl.minimum(last, first + BA)
-    _finish_gate_up(ga, ua, gu_ptr, h_ptr, z_ptr, b_ptr, expert, first, last_a, n, live, I, F, RANK, BA,
-                    STEP, KIND, P0, P1, P2, GATED, SAVE, LORA, RP)  # fmt: skip
+    _finish_gate_up(ga, ua, gu_ptr, h_ptr, z_ptr, b_ptr, bias_ptr, expert, first, last_a, n, live, I, F, RANK,
+                    BA, STEP, KIND, P0, P1, P2, GATED, SAVE, LORA, RP, BIAS)  # fmt: skip
 
 
 @triton.jit
 def packed_gate_up_kernel(
     xa_desc, xb_desc, gate_desc, up_desc, s_ptr, gu_ptr, h_ptr, z_ptr, b_ptr, expert_ptr, first_ptr, last_ptr,
-    tiles_ptr, H: tl.constexpr, I: tl.constexpr, F: tl.constexpr, RANK: tl.constexpr, BA: tl.constexpr,
+    tiles_ptr, bias_ptr, H: tl.constexpr, I: tl.constexpr, F: tl.constexpr, RANK: tl.constexpr, BA: tl.constexpr,
     BB: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
     MX: tl.constexpr, ASM: tl.constexpr, STEP: tl.constexpr, KIND: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr,
     P2: tl.constexpr, GATED: tl.constexpr, SAVE: tl.constexpr, LORA: tl.constexpr, RP: tl.constexpr,
+    BIAS: tl.constexpr,
 ):  # fmt: skip
     """``h [R, I]`` and, with ``SAVE``, the pre-activations ``gu [R, F]`` in the weight's own column order."""
     tiles, columns = tl.load(tiles_ptr), tl.cdiv(I, BN)
@@ -204,9 +217,9 @@ def packed_gate_up_kernel(
         return
     tile, column = tile_of(tiles, columns, GROUP)
     expert, first, last = tl.load(expert_ptr + tile), tl.load(first_ptr + tile), tl.load(last_ptr + tile)
-    _gate_up_tile(xa_desc, xb_desc, gate_desc, up_desc, s_ptr, gu_ptr, h_ptr, z_ptr, b_ptr, expert, first,
+    _gate_up_tile(xa_desc, xb_desc, gate_desc, up_desc, s_ptr, gu_ptr, h_ptr, z_ptr, b_ptr, bias_ptr, expert, first,
                   last, column, H, I, F, RANK, BA, BB, BN, MX, ASM, STEP, KIND, P0, P1, P2, GATED, SAVE,
-                  LORA, RP)  # fmt: skip
+                  LORA, RP, BIAS)  # fmt: skip
 
 
 @triton.jit
@@ -223,9 +236,9 @@ def finish_rows(
 
 @triton.jit
 def _along_tile(
-    xa_desc, xb_desc, w_desc, s_ptr, y_ptr, z_ptr, b_ptr, expert, first, last, column, N: tl.constexpr,
+    xa_desc, xb_desc, w_desc, s_ptr, y_ptr, z_ptr, b_ptr, bias_ptr, expert, first, last, column, N: tl.constexpr,
     K: tl.constexpr, RANK: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, MX: tl.constexpr,
-    ASM: tl.constexpr, LORA: tl.constexpr, RP: tl.constexpr,
+    ASM: tl.constexpr, LORA: tl.constexpr, RP: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """One tile of a product along the packed dim."""
     acc_a = tl.zeros([BN, BA], tl.float32)
@@ -247,6 +260,10 @@ def _along_tile(
         scale = after
     # The copies' barriers are unmade by one thread; the memory they lie in may be used again only after that.
     tl.debug_barrier()
+    if BIAS:
+        acc_a = _biased(acc_a, bias_ptr, expert, n, live, N)
+        if BB > 0:
+            acc_b = _biased(acc_b, bias_ptr, expert, n, live, N)
     if BB > 0:
         finish_rows(acc_b, y_ptr, z_ptr, b_ptr, expert, first + BA, last, n, n, N, RANK, RANK, 1, N, BB, LORA, RP)
     last_a = tl.minimum(last, first + BA)
@@ -255,16 +272,16 @@ def _along_tile(
 
 @triton.jit
 def packed_rows_kernel(
-    xa_desc, xb_desc, w_desc, s_ptr, y_ptr, z_ptr, b_ptr, expert_ptr, first_ptr, last_ptr, tiles_ptr,
+    xa_desc, xb_desc, w_desc, s_ptr, y_ptr, z_ptr, b_ptr, expert_ptr, first_ptr, last_ptr, tiles_ptr, bias_ptr,
     N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr,
     GROUP: tl.constexpr, MX: tl.constexpr,
-    ASM: tl.constexpr, LORA: tl.constexpr, RP: tl.constexpr,
+    ASM: tl.constexpr, LORA: tl.constexpr, RP: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """``y [R, N] = x [R, K] Wᵀ (+ z Bᵀ)`` for W [E, N, K] packed along K."""
+    """``y [R, N] = x [R, K] Wᵀ (+ z Bᵀ) (+ bias [E, N])`` for W [E, N, K] packed along K."""
     tiles, columns = tl.load(tiles_ptr), tl.cdiv(N, BN)
     if tl.program_id(0) >= tiles * columns:
         return
     tile, column = tile_of(tiles, columns, GROUP)
     expert, first, last = tl.load(expert_ptr + tile), tl.load(first_ptr + tile), tl.load(last_ptr + tile)
-    _along_tile(xa_desc, xb_desc, w_desc, s_ptr, y_ptr, z_ptr, b_ptr, expert, first, last, column, N, K,
-                RANK, BA, BB, BN, MX, ASM, LORA, RP)  # fmt: skip
+    _along_tile(xa_desc, xb_desc, w_desc, s_ptr, y_ptr, z_ptr, b_ptr, bias_ptr, expert, first, last, column, N, K,
+                RANK, BA, BB, BN, MX, ASM, LORA, RP, BIAS)  # fmt: skip

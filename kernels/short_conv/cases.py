@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwright.kernels.cases import BadInput, BenchCase, Function, OpSuite, Shape, normal, normal_on_device
 from shardwright.kernels.compile_gate import LaunchCase
 from shardwright.kernels.kda.cases import bounds
-from shardwright.kernels.launched import cases_of, meta
+from shardwright.kernels.launched import cases_of, meta, noted
 from shardwright.kernels.short_conv import op
 from shardwright.kernels.short_conv.cost import cost
 from shardwright.kernels.short_conv.reference import short_conv_reference
@@ -47,19 +47,24 @@ def compiled() -> Function:
     return torch.compile(reference, dynamic=False)
 
 
+NARROW = {"short_conv_bwd_kernel": "a lane owns four channels: of eight, half the programs share a multiprocessor"}
+
+
 def compile_cases() -> tuple[LaunchCase, ...]:
-    """Both passes at the widths of the benchmark, weights learning and frozen, with and without a first state."""
+    """Both passes at the widths of the benchmark, weights learning and frozen, with and without states."""
     found: list[LaunchCase] = []
-    for C, learns, stated in ((12288, True, False), (12288, False, False), (4096, False, True)):
-        x = meta((1, 256, C), learns=True)
+    for C, learns, stated in ((12288, True, False), (12288, False, False), (4096, False, True), (4096, True, True)):
+        x = meta((1, 8192, C), learns=True)
         weight = meta((C, 4), torch.float32, learns=learns)
         initial = meta((1, C, 3), learns=True) if stated else None
 
-        def call(x: Tensor = x, weight: Tensor = weight, initial: Tensor | None = initial) -> Tensor:
-            return op.short_conv(x, weight, initial)[0]
+        def call(
+            x: Tensor = x, weight: Tensor = weight, initial: Tensor | None = initial, stated: bool = stated
+        ) -> tuple[Tensor, ...]:
+            return tuple(t for t in op.short_conv(x, weight, initial, output_final_state=stated) if t is not None)
 
         found += cases_of(f"short_conv/{C}/{'dw' if learns else 'frozen'}{'/state' if stated else ''}", call)
-    return tuple(found)
+    return noted(found, narrow=NARROW)
 
 
 def bad_inputs(device: str) -> tuple[BadInput, ...]:
@@ -93,10 +98,10 @@ SUITE = OpSuite(
     cost=cost,
     rivals={"eager": lambda: reference, "torch.compile": compiled},
     small_shapes=(
-        {"T": 70, "C": 40, "J": 4, "docs": 3},
-        {"T": 1, "C": 16, "J": 4},
+        {"T": 50, "C": 40, "J": 4, "docs": 3},
+        {"T": 1, "C": 300, "J": 4},
         {"T": 9, "C": 8, "J": 8, "docs": 4},
-        {"T": 130, "C": 70, "J": 2},
+        {"T": 35, "C": 70, "J": 2},
     ),
     large_shapes=({"T": 4099, "C": 12288, "J": 4, "docs": 7}, {"T": 1000, "C": 1000, "J": 3}),
     bench=(

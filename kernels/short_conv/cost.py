@@ -6,7 +6,7 @@ Legend: T tokens of all documents, C channels, J taps, b bytes a value.
 from __future__ import annotations
 
 from shardwright.kernels.guards import BYTES
-from shardwright.kernels.short_conv.configs import PIECE
+from shardwright.kernels.short_conv.configs import piece
 from shardwright.schemas.ops import OpCost, PassCost
 
 SILU_FLOPS, SILU_GRADIENT_FLOPS = 5, 8
@@ -15,12 +15,14 @@ SILU_FLOPS, SILU_GRADIENT_FLOPS = 5, 8
 def cost(T: int, C: int, J: int, dtype: str, *, docs: int = 1, weight_gradient: bool = True) -> OpCost:
     """Work of forward and backward over x ``[T, C]`` and weight ``[C, J]``.
 
-    The backward recomputes each sum for the J tokens that reach it.
+    The backward makes each sum once more, and those of the J - 1 tokens after each piece; a share of the taps'
+    gradient a piece is written and summed.
     """
-    b = BYTES[dtype]
-    width, taps, shares = T * C * b, C * J * 4, (-(-T // PIECE) + docs - 1) * C * J * 4
-    least = T * C * (2 * J + SILU_FLOPS)
-    again = T * C * J * (2 * J + SILU_GRADIENT_FLOPS + 2)
+    b, tokens = BYTES[dtype], piece(T, C)
+    pieces = -(-T // tokens) + docs - 1
+    width, taps, shares = T * C * b, C * J * 4, pieces * C * J * 4
+    least, ahead = T * C * (2 * J + SILU_FLOPS), pieces * C * (J - 1)
+    again = (T * C + ahead) * (2 * J + SILU_GRADIENT_FLOPS) + T * C * 2 * J
     forward = PassCost(
         flops=least,
         bytes_read=width + taps,
@@ -30,7 +32,7 @@ def cost(T: int, C: int, J: int, dtype: str, *, docs: int = 1, weight_gradient: 
         floor_bytes=2 * width + taps,
     )
     backward = PassCost(
-        flops=again + (T * C * 4 * J if weight_gradient else 0),
+        flops=again + (T * C * 2 * J if weight_gradient else 0),
         bytes_read=2 * width + taps + (shares if weight_gradient else 0),
         bytes_written=width + ((shares + taps) if weight_gradient else 0),
         launches=2 if weight_gradient else 1,

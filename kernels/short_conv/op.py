@@ -8,7 +8,7 @@ Legend: B batch, T tokens, C channels, J taps, N documents, NT pieces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, cast
@@ -18,21 +18,32 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwright.kernels import device, guards
-from shardwright.kernels.dispatch import direct
+from shardwright.kernels.admitted import Admitted
+from shardwright.kernels.bound import again, key_of, start
+from shardwright.kernels.dispatch import direct, wants_gradient
 from shardwright.kernels.guards import refuse
 from shardwright.kernels.kda.documents import Documents, bounds_of
 from shardwright.kernels.short_conv import configs, contract
-from shardwright.kernels.short_conv.configs import PIECE
-from shardwright.kernels.short_conv.triton import short_conv_bwd_kernel, short_conv_fwd_kernel
+from shardwright.kernels.short_conv.triton import (
+    short_conv_bwd_kernel,
+    short_conv_fwd_kernel,
+    short_conv_taps_kernel,
+)
 
 Bounds = tuple[int, ...]
+ADMITTED = Admitted()
 
 
 @lru_cache(maxsize=64)
-def _table(bounds: Bounds, place: str) -> Tensor:
-    """``[NT, 4]`` int32: first token of a piece, begin and end of its document, the document. Keyed by values."""
+def _table(bounds: Bounds, piece: int, place: str) -> Tensor:
+    """``[NT, 4]`` int32: first token of a piece, begin and end of its document, the document. Keyed by values.
+
+    An empty document has one piece, whose program passes its states on.
+    """
     rows = [
-        (start, low, high, doc) for doc, (low, high) in enumerate(pairwise(bounds)) for start in range(low, high, PIECE)
+        (first, low, high, doc)
+        for doc, (low, high) in enumerate(pairwise(bounds))
+        for first in range(low, max(high, low + 1), piece)
     ]
     return torch.tensor(rows, dtype=torch.int32).reshape(-1, 4).to(place)
 
@@ -70,84 +81,175 @@ def check(x: Tensor, weight: Tensor, initial: Tensor | None, found: Bounds) -> N
             raise refuse(contract.NAME, "not-contiguous", what, f"pass {name}.contiguous()")
 
 
-def compute_forward(x: Tensor, weight: Tensor, initial: Tensor | None, found: Bounds, silu: bool) -> Tensor:
-    """``y [B, T, C]`` in x's dtype."""
-    check(x, weight, initial, found)
-    y, table, C = torch.empty_like(x), _table(found, str(x.device)), x.shape[2]
-    tile = configs.forward(initial is not None)
+def admit(x: Tensor, weight: Tensor, initial: Tensor | None, found: Bounds, silu: bool) -> object | None:
+    """All guards; the layout's token."""
+    return ADMITTED.check((x, weight, initial), (len(found), silu), lambda: check(x, weight, initial, found))
+
+
+def compute_forward(
+    x: Tensor,
+    weight: Tensor,
+    initial: Tensor | None,
+    found: Bounds,
+    silu: bool,
+    last: bool,
+    token: object | None,
+) -> tuple[Tensor, Tensor | None]:
+    """``y [B, T, C]`` and, where ``last``, ``final [N, C, J - 1]``, in x's dtype, of admitted inputs."""
+    B, T, C = x.shape
+    J, walk, piece = weight.shape[1], configs.forward(), configs.piece(B * T, C)
+    table, y = _table(found, piece, str(x.device)), torch.empty_like(x)
+    final = torch.empty((len(found) - 1, C, J - 1), dtype=x.dtype, device=x.device) if last else None
+    tensors = (x, weight, initial, table, y, final)
+    key = key_of(token, "fwd", table.shape[0], last)
+    if again(key, tensors):
+        return y, final
     with device.current(x):
-        short_conv_fwd_kernel[(-(-C // tile.BK), table.shape[0])](
+        start(
+            key,
+            tensors,
+            short_conv_fwd_kernel,
+            (table.shape[0] * -(-C // walk.channels),),
             x,
             weight,
             x if initial is None else initial,
             table,
             y,
-            C,
-            J=weight.shape[1],
-            BT=PIECE,
-            BC=tile.BK,
+            y if final is None else final,
+            C=C,
+            J=J,
+            BC=walk.channels,
+            PIECE=piece,
+            ROWS=walk.rows,
+            STAGES=walk.stages,
             SILU=silu,
             WITH_INITIAL=initial is not None,
-            **tile.options(),
+            WITH_FINAL=last,
+            **walk.options(),
         )
-    return y
+    return y, final
 
 
 def compute_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, initial: Tensor | None, found: Bounds, silu: bool, learns: bool
+    dy: Tensor | None,
+    dfinal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    initial: Tensor | None,
+    found: Bounds,
+    silu: bool,
+    learns: bool,
+    token: object | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, of the weight where it learns, and of the initial inputs where there are any."""
-    dy, table = dy.to(x.dtype).contiguous(), _table(found, str(x.device))
-    C, J, NT = x.shape[2], weight.shape[1], table.shape[0]
-    dx = torch.empty_like(x)
-    shares = torch.empty((NT, C, J) if learns else 1, dtype=torch.float32, device=x.device)
-    tile = configs.backward(initial is not None)
-    dinitial = None if initial is None else torch.zeros(initial.shape, dtype=torch.float32, device=x.device)
-    with device.current(x):
-        short_conv_bwd_kernel[(-(-C // tile.BK), NT)](
-            dy,
-            x,
-            weight,
-            x if initial is None else initial,
-            table,
-            dx,
+    B, T, C = x.shape
+    J, walk, piece = weight.shape[1], configs.backward(), configs.piece(B * T, C)
+    table, dx = _table(found, piece, str(x.device)), torch.empty_like(x)
+    NT = table.shape[0]
+    dy = torch.zeros_like(x) if dy is None else dy.to(x.dtype).contiguous()
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    dinitial = None if initial is None else torch.empty_like(initial)
+    shares = torch.empty((NT, J, C), dtype=torch.float32, device=x.device) if learns else None
+    dweight = torch.empty_like(weight) if learns else None
+    tensors = (dy, x, weight, initial, dfinal, table, dx, shares, dinitial)
+    key = key_of(token, "bwd", NT, dfinal is not None, learns)
+    if not again(key, tensors):
+        with device.current(x):
+            start(
+                key,
+                tensors,
+                short_conv_bwd_kernel,
+                (NT * -(-C // walk.channels),),
+                dy,
+                x,
+                weight,
+                x if initial is None else initial,
+                dy if dfinal is None else dfinal,
+                table,
+                dx,
+                dx if shares is None else shares,
+                dx if dinitial is None else dinitial,
+                C=C,
+                J=J,
+                BC=walk.channels,
+                PIECE=piece,
+                ROWS=walk.rows,
+                STAGES=walk.stages,
+                SILU=silu,
+                WITH_INITIAL=initial is not None,
+                WITH_FINAL=dfinal is not None,
+                WEIGHT_GRADIENT=learns,
+                **walk.options(),
+            )
+    if shares is not None and dweight is not None:
+        sum_shares(shares, dweight, key_of(token, "taps", NT))
+    return dx, dweight, dinitial
+
+
+def sum_shares(shares: Tensor, dweight: Tensor, key: Hashable) -> None:
+    """Add the pieces' shares ``[NT, J, C]`` into ``dweight [C, J]``, in a fixed order."""
+    NT, J, C = shares.shape
+    if again(key, (shares, dweight)):
+        return
+    block = configs.SUMS
+    with device.current(shares):
+        start(
+            key,
+            (shares, dweight),
+            short_conv_taps_kernel,
+            (J * -(-C // block.channels),),
             shares,
-            shares if dinitial is None else dinitial,
-            C,
+            dweight,
+            NT,
+            C=C,
             J=J,
-            BT=PIECE,
-            BC=tile.BK,
-            SILU=silu,
-            WITH_INITIAL=initial is not None,
-            WEIGHT_GRADIENT=learns,
-            **tile.options(),
+            BC=block.channels,
+            BN=block.pieces,
+            num_warps=block.warps,
         )
-    dweight = shares.sum(0).to(weight.dtype) if learns else None
-    return dx, dweight, None if dinitial is None or initial is None else dinitial.to(initial.dtype)
 
 
 class ShortConv(torch.autograd.Function):
     """The short way for plain tensors (see ``kernels.dispatch``)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, initial: Tensor | None, found: Bounds, silu: bool) -> Tensor:
-        y = compute_forward(x, weight, initial, found, silu)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, initial: Tensor | None, found: Bounds, silu: bool, last: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.token = admit(x, weight, initial, found, silu)
         ctx.save_for_backward(x, weight, initial)
         ctx.settings = found, silu
-        return y
+        ctx.set_materialize_grads(False)
+        return compute_forward(x, weight, initial, found, silu, last, ctx.token)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None and dfinal is None:
+            return (None,) * 6
         x, weight, initial = ctx.saved_tensors
         found, silu = ctx.settings
-        return *compute_backward(dy, x, weight, initial, found, silu, ctx.needs_input_grad[1]), None, None
+        learns = ctx.needs_input_grad[1]
+        gradients = compute_backward(dy, dfinal, x, weight, initial, found, silu, learns, ctx.token)
+        return *gradients, None, None, None
 
 
 @torch.library.custom_op("shardwright::short_conv_forward", mutates_args=())
 def short_conv_forward(x: Tensor, weight: Tensor, initial: Tensor | None, found: list[int], silu: bool) -> Tensor:
     """``y`` as one opaque node for tracers."""
-    return compute_forward(x, weight, initial, tuple(found), silu)
+    bounds = tuple(found)
+    return compute_forward(x, weight, initial, bounds, silu, False, admit(x, weight, initial, bounds, silu))[0]
+
+
+@torch.library.custom_op("shardwright::short_conv_state_forward", mutates_args=())
+def short_conv_state_forward(
+    x: Tensor, weight: Tensor, initial: Tensor | None, found: list[int], silu: bool
+) -> tuple[Tensor, Tensor]:
+    """``y`` and ``final`` as one opaque node for tracers."""
+    bounds = tuple(found)
+    y, final = compute_forward(x, weight, initial, bounds, silu, True, admit(x, weight, initial, bounds, silu))
+    assert final is not None
+    return y, final
 
 
 @short_conv_forward.register_fake
@@ -156,50 +258,57 @@ def _(x: Tensor, weight: Tensor, initial: Tensor | None, found: list[int], silu:
     return torch.empty_like(x)
 
 
+@short_conv_state_forward.register_fake
+def _(x: Tensor, weight: Tensor, initial: Tensor | None, found: list[int], silu: bool) -> tuple[Tensor, Tensor]:
+    contract.check_static(x, weight, initial, count=len(found) - 1)
+    return torch.empty_like(x), x.new_empty((len(found) - 1, x.shape[2], weight.shape[1] - 1))
+
+
 @torch.library.custom_op("shardwright::short_conv_backward", mutates_args=())
 def short_conv_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, initial: Tensor | None, found: list[int], silu: bool, learns: bool
+    dy: Tensor | None,
+    dfinal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    initial: Tensor | None,
+    found: list[int],
+    silu: bool,
+    learns: bool,
 ) -> list[Tensor]:
     """Gradients of the three tensors; empty ones for those that are not there."""
-    parts = compute_backward(dy, x, weight, initial, tuple(found), silu, learns)
+    parts = compute_backward(dy, dfinal, x, weight, initial, tuple(found), silu, learns)
     return [x.new_empty(0) if part is None else part for part in parts]
 
 
 @short_conv_backward.register_fake
 def _(
-    dy: Tensor, x: Tensor, weight: Tensor, initial: Tensor | None, found: list[int], silu: bool, learns: bool
+    dy: Tensor | None,
+    dfinal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    initial: Tensor | None,
+    found: list[int],
+    silu: bool,
+    learns: bool,
 ) -> list[Tensor]:
     given = (x, weight if learns else None, initial)
     return [x.new_empty(0) if tensor is None else torch.empty_like(tensor) for tensor in given]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[:3])
     ctx.settings = inputs[3:]
 
 
-def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dy: Tensor | None, dfinal: Tensor | None = None) -> tuple[Tensor | None, ...]:
     x, weight, initial = ctx.saved_tensors
     learns = ctx.needs_input_grad[1]
-    dx, dweight, dinitial = short_conv_backward(dy, x, weight, initial, *ctx.settings, learns)
+    dx, dweight, dinitial = short_conv_backward(dy, dfinal, x, weight, initial, *ctx.settings, learns)
     return dx, dweight if learns else None, None if initial is None else dinitial, None, None
 
 
 short_conv_forward.register_autograd(_differentiate, setup_context=_save)
-
-
-def last_inputs(x: Tensor, initial: Tensor | None, found: Bounds, taps: int) -> Tensor:
-    """The J - 1 inputs that end each document ``[N, C, J - 1]``, those of its initial state where it is shorter."""
-    flat, width = x.reshape(-1, x.shape[2]), taps - 1
-    pieces = []
-    for doc, (low, high) in enumerate(pairwise(found)):
-        own = flat[max(low, high - width) : high].T
-        missing = width - own.shape[1]
-        if missing:
-            before = own.new_zeros((x.shape[2], width)) if initial is None else initial[doc].to(x.dtype)
-            own = torch.cat((before[:, width - missing :], own), dim=1)
-        pieces.append(own)
-    return torch.stack(pieces)
+short_conv_state_forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def short_conv(
@@ -230,9 +339,10 @@ def short_conv(
     found = bounds(x.shape[0], x.shape[1], cu_seqlens)
     given = [tensor for tensor in (x, weight, initial) if tensor is not None]
     if not direct(*given):
-        y = short_conv_forward(x, weight, initial, list(found), silu)
-    elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
-        y = cast(Tensor, ShortConv.apply(x, weight, initial, found, silu))
-    else:
-        y = compute_forward(x, weight, initial, found, silu)
-    return y, last_inputs(x, initial, found, weight.shape[1]) if output_final_state else None
+        if output_final_state:
+            return short_conv_state_forward(x, weight, initial, list(found), silu)
+        return short_conv_forward(x, weight, initial, list(found), silu), None
+    if wants_gradient(*given):
+        return cast(tuple[Tensor, Tensor | None], ShortConv.apply(x, weight, initial, found, silu, output_final_state))
+    token = admit(x, weight, initial, found, silu)
+    return compute_forward(x, weight, initial, found, silu, output_final_state, token)

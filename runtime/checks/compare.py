@@ -51,12 +51,14 @@ def require(checks: Iterable[CheckResult], where: str) -> None:
             failed[0].name,
             "; ".join(f"{check.name}: {check.evidence}" for check in failed),
             where=where,
-            next_action=NEXT.get(failed[0].stage, "report this"),
+            next_action=NEXT.get(failed[0].name, NEXT.get(failed[0].stage, "report this")),
         )
 
 
 NEXT = {
     "load": "do not train: the loaded model is not the checkpoint's; fetch it again, or reject the fusions",
+    "documents-apart": "set recipe.data.packing to false (one document a sequence) and plan again",
     "step": "do not use this run: its gradients are not the model's; reject the fusions or choose a smaller mesh",
     "export": "do not serve this adapter; keep the run directory and report the evidence above",
 }
+"""Stage or, where one has its own, name of a check → what to do where it failed."""

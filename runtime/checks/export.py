@@ -87,6 +87,9 @@ def _values(plan: AdaptationPlan, run_dir: Path, checkpoint: Path, folder: Path)
             continue
         ours = from_peft(pair[0], pair[1], target.num_experts)
         ours = mirror(*ours) if target.parameter in mirrored else ours
+        ours, repeated = _once(ours) if target.shared else (ours, True)
+        if not repeated:
+            wrong.append(f"{target.parameter} has different pairs for experts that share one")
         for name, value in zip(adapter_names(target), ours, strict=True):
             if name not in saved or not torch.equal(value, saved[name]):
                 wrong.append(f"{name} differs from the save")
@@ -103,6 +106,12 @@ def _values(plan: AdaptationPlan, run_dir: Path, checkpoint: Path, folder: Path)
         + ("; ".join(wrong[:5]) or "none"),
         scope="by_layer",
     )
+
+
+def _once(pair: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, Tensor], bool]:
+    """The pair that all experts share, and whether every expert of the file has it."""
+    a, b = pair
+    return (a[0], b[0]), bool((a == a[0]).all()) and bool((b == b[0]).all())
 
 
 def _loaded(plan: AdaptationPlan, run_dir: Path, checkpoint: Path, folder: Path) -> list[CheckResult]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shardwright.runtime.agree import on_first_rank
 from shardwright.runtime.balancing import put_on
+from shardwright.runtime.checks.context import context_equal
 from shardwright.runtime.checks.documents import documents_apart
 from shardwright.runtime.checks.fusions import fusions_equal
 from shardwright.runtime.checks.layers import layers_equal
@@ -55,7 +56,7 @@ class FirstStep:
         }
         if not sound:
             return (loaded,)
-        fused = (*documents_apart(self.trainer), *fusions_equal(self.trainer))
+        fused = (*documents_apart(self.trainer), *context_equal(self.trainer), *fusions_equal(self.trainer))
         if on_first_rank(self._whole_fits):
             self.reference = on_first_rank(self._reference)
             return (loaded, *fused)

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.runtime.batch import as_batch
 from shardwright.runtime.checkpointing import routed
 from shardwright.runtime.checks.compare import ROUTES_TOLERANCE, relative
+from shardwright.runtime.checks.context import first_rows
 from shardwright.runtime.fuse import fusions_off
 from shardwright.runtime.losses import logits_of
 from shardwright.runtime.routing import Routes
@@ -30,7 +30,7 @@ def fusions_equal(trainer: Trainer) -> tuple[CheckResult, ...]:
     if not switches:
         return ()
     tolerance = max(switch.tolerance for switch in switches)
-    batch = as_batch(trainer.batches.micro_batches(1, trainer.ranks.data_rank)[0].to(trainer.device.torch_device))
+    batch = first_rows(trainer)
     routes = Routes()
     with torch.no_grad():
         with routed(routes):

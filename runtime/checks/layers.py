@@ -7,6 +7,7 @@ upstream gradient goes back through both and the adapters' gradients are compare
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from shardwright.checkpoints.build import build_from_config
 from shardwright.checkpoints.precision import keep_stored_fp32
 from shardwright.checkpoints.reader import ShardReader
 from shardwright.runtime.agree import on_first_rank
-from shardwright.runtime.batch import as_batch
 from shardwright.runtime.checkpointing import routed
 from shardwright.runtime.checks.compare import LOSS_TOLERANCE, NORM_TOLERANCE, ROUTES_TOLERANCE, relative
+from shardwright.runtime.checks.context import first_rows
 from shardwright.runtime.load.decode import read_base
 from shardwright.runtime.lora.init import initial_box
 from shardwright.runtime.lora.inject import adapter_names, adapter_shapes
@@ -36,7 +37,7 @@ def layers_equal(trainer: Trainer) -> tuple[CheckResult, ...]:
     """One check for each kind of decoder layer; every rank takes part in the sharded side."""
     layers = decoder_layers(trainer.live.model)
     chosen = first_of_each_kind(layers)
-    batch = as_batch(trainer.batches.micro_batches(1, trainer.ranks.data_rank)[0].to(trainer.device.torch_device))
+    batch = first_rows(trainer)
     seen: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     hooks = [
         layers[name].register_forward_pre_hook(_keep(seen, name), with_kwargs=True, prepend=True) for name in chosen
@@ -81,7 +82,8 @@ def _compare(
     base = trainer.recipe.precision.base
     trainer.optimizer.clear()
     routes = Routes()
-    with segments(bounds), routed(routes):
+    alone = nullcontext() if trainer.indexer is None else trainer.indexer.silent()
+    with alone, segments(bounds), routed(routes):
         ours = _output(layer(*args, **kwargs))
     upstream = torch.randn(ours.shape, generator=torch.Generator().manual_seed(0)).to(ours)
     ours.backward(upstream if trainer.ranks.rank == 0 else torch.zeros_like(upstream))
@@ -142,6 +144,8 @@ def _plain_layer(
             whole = tuple((0, size) for size in shape)
             adapters[adapter] = initial_box(decision.recipe.seeds.lora, adapter, shape, whole).to(device)
     leaves = add_plain_lora(model, targets, adapters, files.config.text_model_type)
+    if trainer.indexer is not None:
+        trainer.indexer.follow_plain(model)
     keep_apart(layer)
     theirs = _output(layer(*args, **kwargs))
     if theirs.requires_grad:

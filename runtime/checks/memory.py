@@ -42,8 +42,8 @@ def nearest_alternative(plan: AdaptationPlan, grown: int = 0) -> Alternative | N
     """The fastest feasible alternative that reserves less than the plan, and fits with ``grown`` bytes on top."""
     memory = plan.evidence.cost.memory
     room = min(memory.reserved_bytes - 1, memory.budget_bytes - max(grown, 0))
-    smaller = [one for one in plan.evidence.alternatives if one.feasible and one.reserved_bytes <= room]
-    return min(smaller, key=lambda one: (one.step_ms, one.reserved_bytes), default=None)
+    smaller = [one for one in plan.evidence.alternatives if one.feasible and one.as_run[1] <= room]
+    return min(smaller, key=lambda one: one.as_run, default=None)
 
 
 def out_of_memory(
@@ -88,9 +88,10 @@ def _action(plan: AdaptationPlan, grown: int) -> str:
         return (
             "no alternative of this plan fits beside this growth: plan again with more ranks or smaller micro-batches"
         )
+    step_ms, reserved_bytes = other.as_run
     return (
-        f"approve the plan's alternative {other.strategy.text()}: it reserves {_size(other.reserved_bytes)} and was "
-        f"predicted at {other.step_ms:.4g} ms a step"
+        f"approve the plan's alternative {other.strategy.text()}: it reserves {_size(reserved_bytes)} and was "
+        f"predicted at {step_ms:.4g} ms a step"
     )
 
 

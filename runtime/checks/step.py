@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.runtime.checks.compare import NORM_TOLERANCE, equal_numbers
+from shardwright.runtime.lora.separate import expert_of
 from shardwright.runtime.mesh import Ranks
 from shardwright.runtime.ownership import Owned, by_expert, by_place
 from shardwright.schemas.run import CheckResult
@@ -109,6 +110,12 @@ def biases_agree(biases: dict[str, Tensor], ranks: Ranks) -> tuple[CheckResult, 
     return (result,)
 
 
+def _has_rows(name: str, loads: dict[str, Tensor]) -> bool:
+    """Whether tokens met an adapter of a linear: every one did, but that of an expert's own module perhaps not."""
+    place = expert_of(name)
+    return place is None or place[0] not in loads or bool(loads[place[0]][place[1]] > 0)
+
+
 def adapters_moved(before: dict[str, Tensor], parameters: dict[str, Owned], loads: dict[str, Tensor]) -> CheckResult:
     """After one step every B has moved, and an expert's B moved exactly if the expert got tokens.
 
@@ -125,8 +132,8 @@ def adapters_moved(before: dict[str, Tensor], parameters: dict[str, Owned], load
         moved = owned.local() != old
         if not owned.expert:
             matrices += 1
-            if moved.numel() and not bool(moved.any()):
-                wrong.append(f"{name} did not move")
+            if moved.numel() and bool(moved.any()) != _has_rows(name, loads):
+                wrong.append(f"{name} {'moved without a token' if bool(moved.any()) else 'did not move'}")
             continue
         layer = name.rpartition(".")[0]
         busy = loads[layer][list(owned.numbers)] > 0
@@ -158,8 +165,8 @@ def gradients_present(parameters: dict[str, Owned], loads: dict[str, Tensor]) ->
             continue
         if not owned.expert:
             matrices += 1
-            if not bool(gradient.any()):
-                wrong.append(f"{name} has only zeros")
+            if bool(gradient.any()) != _has_rows(name, loads):
+                wrong.append(f"{name} {'got a gradient without a token' if bool(gradient.any()) else 'has only zeros'}")
             continue
         busy = loads[name.rpartition(".")[0]][list(owned.numbers)] > 0
         matrices += int(busy.numel())

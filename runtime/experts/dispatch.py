@@ -1,7 +1,7 @@
 """Rows to the ranks of their experts and back: all-to-all with uneven splits.
 
-Legend: T tokens of this rank, K experts per token, E experts, L = E / ep local experts, N rows received, P of them with
-their experts' padding (P = N where the plan pads nothing), H hidden.
+Legend: T tokens of this rank, K experts per token, R = T·K rows that it sends, E experts, L = E / ep local experts, N
+rows received, P of them with their experts' padding (P = N where the plan pads nothing), H hidden.
 Every rank of the EP group issues the same collectives in forward and backward, with zero rows too.
 """
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.runtime.experts.balance import rows_of_experts
+from shardwright.runtime.experts.rows import TORCH, Moves, Rows
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,18 @@ class Route:
         order: [T·K] places in the token-major list of (token, choice), sorted by expert.
         counts: [E] rows that this rank sends to each expert.
         send, receive: rows to and from each EP rank.
-        by_expert: [N] order that groups received rows by local expert; ``None`` where they are grouped already.
+        home: [T, K] row of each choice: the inverse of ``order``.
+        groups: where received rows go, grouped by local expert; ``None`` where they come so, or ``place`` says it.
         sizes: rows of each local expert, its padding included, on the host.
         local_counts: [L] the same on the device.
         place: [N] where each received row lies among the P padded ones; ``None`` where nothing is padded.
     """
 
-    order: Tensor
+    leaves: Moves
     counts: Tensor
     send: list[int]
     receive: list[int]
-    by_expert: Tensor | None
+    groups: Moves | None
     sizes: list[int]
     local_counts: Tensor
     place: Tensor | None = None
@@ -67,7 +68,9 @@ def send_rows(rows: Tensor, send: list[int], receive: list[int], group: dist.Pro
     return moved
 
 
-def plan_route(top_k_index: Tensor, num_experts: int, ep: int, group: dist.ProcessGroup | None) -> Route:
+def plan_route(
+    top_k_index: Tensor, num_experts: int, ep: int, group: dist.ProcessGroup | None, by: Rows = TORCH
+) -> Route:
     """Sort rows by expert and agree on split sizes (one device-to-host copy).
 
     Args:
@@ -75,40 +78,43 @@ def plan_route(top_k_index: Tensor, num_experts: int, ep: int, group: dist.Proce
         num_experts: E over all ranks.
         ep: size of the EP group.
         group: the EP group; unused at ep = 1.
+        by: what sorts.
     """
-    flat = top_k_index.reshape(-1)
-    counts = rows_of_experts(flat, num_experts)
+    counts, leaves = by.sort(top_k_index, num_experts)
     if ep == 1 or group is None:
-        order = torch.argsort(flat, stable=True)
-        return Route(order, counts, [], [], None, counts.tolist(), counts)
+        return Route(leaves, counts, [], [], None, counts.tolist(), counts)
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts, group=group)
     both = torch.stack((counts, arriving)).view(2, ep, -1).tolist()
-    return route_of(top_k_index, counts, arriving.view(ep, -1), both[0], both[1])
+    return route_of(leaves, counts, arriving.view(ep, -1), both[0], both[1])
 
 
 def route_of(
-    top_k_index: Tensor, counts: Tensor, arriving: Tensor, leaving: list[list[int]], coming: list[list[int]]
+    leaves: Moves, counts: Tensor, arriving: Tensor, leaving: list[list[int]], coming: list[list[int]]
 ) -> Route:
-    """The route of choices [T, K] whose counts are known.
+    """The route of choices whose counts are known.
 
     Args:
-        top_k_index: [T, K] expert of each choice.
+        leaves: where their rows go.
         counts: [E] rows that this rank sends to each expert.
         arriving: [ep, L] rows from each rank for each local expert.
         leaving, coming: rows to and from each rank by its or our local expert, on the host.
     """
-    flat = top_k_index.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    ep, local = arriving.shape
     sizes = [sum(column) for column in zip(*coming, strict=True)]
-    by_expert = None
-    if local > 1:
-        of_part = torch.arange(local, device=flat.device).repeat(ep)
-        expert_of_row = of_part.repeat_interleave(arriving.reshape(-1), output_size=sum(sizes))
-        by_expert = torch.argsort(expert_of_row, stable=True)
+    groups = Moves(_grouped_home(arriving, sum(sizes)).unsqueeze(1)) if arriving.shape[1] > 1 else None
     send, receive = [sum(row) for row in leaving], [sum(row) for row in coming]
-    return Route(order, counts, send, receive, by_expert, sizes, arriving.sum(0))
+    return Route(leaves, counts, send, receive, groups, sizes, arriving.sum(0))
+
+
+def _grouped_home(arriving: Tensor, rows: int) -> Tensor:
+    """[N] place of each received row among those grouped by local expert, in the order of the ranks.
+
+    Rows of one rank for one expert stay together, so that each such run moves by one number.
+    """
+    ends, grouped_ends = arriving.reshape(-1).cumsum(0), arriving.mT.reshape(-1).cumsum(0)
+    further = grouped_ends.view(arriving.mT.shape).mT.reshape(-1) - ends
+    moved = further.repeat_interleave(arriving.reshape(-1), output_size=rows)
+    return moved + torch.arange(rows, device=arriving.device)
 
 
 def padded(route: Route, multiple: int) -> Route:
@@ -124,52 +130,47 @@ def padded(route: Route, multiple: int) -> Route:
     total = sum(route.sizes)
     place = torch.arange(total, device=counts.device)
     place += further.repeat_interleave(route.local_counts, output_size=total)
-    if route.by_expert is not None:
-        place = place[inverse(route.by_expert)]
-    return replace(route, by_expert=None, sizes=sizes, local_counts=counts, place=place)
+    if route.groups is not None:
+        place = place[route.groups.home.squeeze(1)]
+    return replace(route, groups=None, sizes=sizes, local_counts=counts, place=place)
 
 
-def grouped(rows: Tensor, route: Route) -> Tensor:
+def grouped(rows: Tensor, route: Route, by: Rows = TORCH) -> Tensor:
     """[N, H] as they came → [P, H] by local expert, padded as the route says."""
     if route.place is not None:
         return rows.new_zeros((sum(route.sizes), *rows.shape[1:])).index_put_((route.place,), rows)
-    return rows if route.by_expert is None else rows[route.by_expert]
+    return rows if route.groups is None else by.spread(rows, route.groups)
 
 
-def as_they_came(rows: Tensor, route: Route) -> Tensor:
+def as_they_came(rows: Tensor, route: Route, by: Rows = TORCH) -> Tensor:
     """[P, H] by local expert → [N, H], what :func:`grouped` undoes."""
     if route.place is not None:
         return rows[route.place]
-    return rows if route.by_expert is None else rows[inverse(route.by_expert)]
+    return rows if route.groups is None else by.collect(rows, route.groups, None)
+
+
+def leaving(hidden: Tensor, route: Route, weights: Tensor | None = None, by: Rows = TORCH) -> Tensor:
+    """[T, H] → [R, H] sorted by expert; multiplied by weights [T, K] first, where they are given."""
+    rows = by.spread(hidden, route.leaves)
+    return rows if weights is None else rows * weights.reshape(-1, 1)[route.leaves.order].to(rows.dtype)
 
 
 def dispatch(
-    hidden: Tensor, route: Route, top_k: int, group: dist.ProcessGroup | None, weights: Tensor | None = None
+    hidden: Tensor, route: Route, group: dist.ProcessGroup | None, weights: Tensor | None = None, by: Rows = TORCH
 ) -> Tensor:
     """[T, H] → [P, H], grouped by local expert; multiplied by weights [T, K] first, where they are given."""
-    rows = hidden[route.order // top_k]
-    if weights is not None:
-        rows = rows * weights.reshape(-1, 1)[route.order].to(rows.dtype)
+    rows = leaving(hidden, route, weights, by)
     if route.send and group is not None:
         rows = _AllToAll.apply(rows, route.send, route.receive, group)
-    return grouped(rows, route)
+    return grouped(rows, route, by)
 
 
-def combine(rows: Tensor, route: Route, weights: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def combine(rows: Tensor, route: Route, weights: Tensor, group: dist.ProcessGroup | None, by: Rows = TORCH) -> Tensor:
     """[P, H] back to their tokens, weighted and summed: [T, H].
 
     The sum over K runs in the promoted dtype of rows and weights, in a fixed order.
     """
-    tokens, top_k = weights.shape
-    rows = as_they_came(rows, route)
+    rows = as_they_came(rows, route, by)
     if route.send and group is not None:
         rows = _AllToAll.apply(rows, route.receive, route.send, group)
-    rows = rows[inverse(route.order)].view(tokens, top_k, rows.shape[-1])
-    return (rows * weights.unsqueeze(-1)).sum(dim=1).to(rows.dtype)
-
-
-def inverse(order: Tensor) -> Tensor:
-    """The permutation that undoes another."""
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.numel(), device=order.device)
-    return inverse
+    return by.collect(rows, route.leaves, weights)

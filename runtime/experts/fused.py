@@ -3,7 +3,8 @@
 ``moe_layer`` takes the whole layer where all experts lie on one rank: rows are gathered, multiplied, weighted and
 summed without a sorted copy. ``grouped_lora_mlp`` takes the received rows between dispatch and combine at any ep.
 Parameters, their names and their memory stay what they are: adapters are A [L, r, in] and B [L, out, r], as the
-operators want them.
+operators want them. A pair that all experts share is copied for each while the layer runs; autograd sums the copies'
+gradients.
 
 Legend: T tokens, K experts per token, E experts, L = E / ep local experts, H hidden, I expert width, r rank.
 """
@@ -23,6 +24,8 @@ from shardwright.runtime.experts.dispatch import Route
 from shardwright.runtime.experts.module import LoraExperts
 from shardwright.runtime.experts.overlap import Compute
 from shardwright.runtime.experts.packed import stack_of
+from shardwright.runtime.experts.rows_fused import KernelRows
+from shardwright.runtime.lora.shared import for_each_expert
 from shardwright.schemas.errors import LegalityError
 from shardwright.schemas.fusion import FusionDecision
 
@@ -118,6 +121,7 @@ def packed_rows(module: nn.Module, name: str, decision: FusionDecision) -> Forwa
             low=low,
             activation=activation,
             interleaved=layout.interleaved,
+            **_biases(experts, rows.dtype),
         )
         return out
 
@@ -125,8 +129,11 @@ def packed_rows(module: nn.Module, name: str, decision: FusionDecision) -> Forwa
 
 
 def _exchanged(experts: LoraExperts, compute: Compute) -> Forward:
+    """Rows sorted, moved and summed by the kernels of ``permute``, whose source both operators' hashes cover."""
+    rows = KernelRows()
+
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return experts.exchanged(hidden_states, top_k_index, top_k_weights, compute)
+        return experts.exchanged(hidden_states, top_k_index, top_k_weights, compute, rows)
 
     return forward
 
@@ -137,12 +144,11 @@ def _bound(
     """The experts and what the plan says about them, compared with the live module."""
     if not isinstance(module, LoraExperts):
         raise _refused(name, f"{type(module).__name__} is not run by this runtime's own experts")
-    if packed != (module.packing is not None):
+    reads = isinstance(module.packing, str) if packed else module.packing is None
+    if not reads:
         raise _refused(name, f"the stacks are kept as {module.packing or 'numbers'}, which this operator does not read")
     if module.weigh_inputs:
         raise _refused(name, "these experts weigh their inputs; the operator weighs outputs")
-    if packed and module.layout.biased:
-        raise _refused(name, "these experts have biases, which the operator of packed stacks does not add")
     for role, found in (("gate_up", module.layout.up), ("down", module.layout.down)):
         planned = decision.roles.get(role, decision.roles.get(f"{role}_proj", found))
         if planned != found:
@@ -201,7 +207,9 @@ def _adapters(experts: LoraExperts, dtype: torch.dtype) -> tuple[Adapter | None,
 
     def one(stack: str) -> Any:
         factors = experts.adapter(stack, dtype)
-        return None if factors is None else Adapter(*factors, experts.scalings[stack])
+        if factors is None:
+            return None
+        return Adapter(*for_each_expert(factors, experts.local), experts.scalings[stack])
 
     return one(experts.layout.up), one(experts.layout.down)
 

@@ -1,8 +1,9 @@
 """One product per expert over grouped rows, with a low-rank adapter: ``y = x Wᵀ + s (x Aᵀ) Bᵀ``.
 
 Legend: N rows grouped by expert, L local experts, i in features, o out features, r rank, s scaling.
-W is [L, o, i] (``out_in``) or [L, i, o] (``in_out``), frozen; A is [L, r, i], B is [L, o, r]. Neither the full delta
-nor a merged weight is ever formed. Saved for backward: x and the [N, r] inner product.
+W is [L, o, i] (``out_in``) or [L, i, o] (``in_out``), frozen; A is [L, r, i], B is [L, o, r], or one pair [r, i],
+[o, r] for all experts. Neither the full delta nor a merged weight is ever formed. Saved for backward: x and the [N, r]
+inner product.
 Experts without rows get a gradient of exactly zero.
 """
 
@@ -33,30 +34,32 @@ class GroupedLoraLinear(torch.autograd.Function):
         scaling: float,
         in_out: bool,
     ) -> Tensor:
-        run = _choose(x, weight, lora_a)
+        shared = lora_a is not None and lora_a.dim() == 2
+        run = _choose(x, weight, None if shared else lora_a)
+        low = _Shared if shared else run
         y = run.rows(x, weight if in_out else weight.mT, sizes)
         inner = None
         if lora_a is not None and lora_b is not None:
-            inner = run.rows(x, lora_a.mT, sizes)
-            run.add_rows(y, inner, lora_b.mT, sizes, scaling)
+            inner = low.rows(x, lora_a.mT, sizes)
+            low.add_rows(y, inner, lora_b.mT, sizes, scaling)
         if bias is not None:
             y += bias.repeat_interleave(torch.tensor(sizes, device=x.device), dim=0, output_size=x.shape[0])
         ctx.save_for_backward(x if lora_a is not None else None, weight, lora_a, lora_b, inner)
-        ctx.sizes, ctx.scaling, ctx.in_out, ctx.run = sizes, scaling, in_out, run
+        ctx.sizes, ctx.scaling, ctx.in_out, ctx.run, ctx.low = sizes, scaling, in_out, run, low
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, lora_a, lora_b, inner = ctx.saved_tensors
-        dy, sizes, run = gradients[0].contiguous(), ctx.sizes, ctx.run
+        dy, sizes, run, low = gradients[0].contiguous(), ctx.sizes, ctx.run, ctx.low
         dx = run.rows(dy, weight.mT if ctx.in_out else weight, sizes) if ctx.needs_input_grad[0] else None
         da = db = None
         if lora_a is not None:
-            dinner = run.rows(dy, lora_b, sizes).mul_(ctx.scaling)
-            da = run.outer(dinner, x, sizes)
-            db = run.outer(dy, inner, sizes).mul_(ctx.scaling)
+            dinner = low.rows(dy, lora_b, sizes).mul_(ctx.scaling)
+            da = low.outer(dinner, x, sizes)
+            db = low.outer(dy, inner, sizes).mul_(ctx.scaling)
             if dx is not None:
-                run.add_rows(dx, dinner, lora_a, sizes, 1.0)
+                low.add_rows(dx, dinner, lora_a, sizes, 1.0)
         return dx, None, None, da, db, None, None, None
 
 
@@ -111,6 +114,28 @@ class _Grouped:
         return grouped_mm(left.mT, right, _offsets(sizes, left.device))
 
 
+class _Shared:
+    """One pair for the rows of all experts: ordinary products, whatever the groups."""
+
+    @staticmethod
+    def rows(x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
+        """[N, a] × [a, b] → [N, b]."""
+        return x @ weight
+
+    @staticmethod
+    def add_rows(out: Tensor, x: Tensor, weight: Tensor, sizes: list[int], scaling: float) -> None:
+        """``out += scaling · x × weight``, in place."""
+        out.addmm_(x, weight, alpha=scaling)
+
+    @staticmethod
+    def outer(left: Tensor, right: Tensor, sizes: list[int]) -> Tensor:
+        """[N, a], [N, b] → [a, b]; zero without rows."""
+        return left.mT @ right
+
+
+Product = type[_Loop] | type[_Grouped] | type[_Shared]
+
+
 def grouped_mm(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     """The library's grouped product under either of its names; ``offsets`` are int32 ends of groups."""
     public = getattr(F, "grouped_mm", None)
@@ -121,8 +146,10 @@ def _offsets(sizes: list[int], device: torch.device) -> Tensor:
     return torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
 
 
-def rows_product(x: Tensor, lora_a: Tensor | None) -> type[_Loop] | type[_Grouped]:
-    """How an adapter's own products run beside a base that runs in another way."""
+def rows_product(x: Tensor, lora_a: Tensor | None) -> Product:
+    """How an adapter's own products run, whatever way the base's run in."""
+    if lora_a is not None and lora_a.dim() == 2:
+        return _Shared
     return _Loop if lora_a is None else _choose(x, lora_a, lora_a)
 
 

@@ -158,6 +158,6 @@ def _inside(
     local = (trip.choices[row, choice] - nodes.node * per_node).unsqueeze(1)
     route = padded(plan_route(local, per_node, nodes.size, nodes.within), padding)
     given = trip.weights[row, choice].unsqueeze(1)
-    there = dispatch(rows[row], route, 1, nodes.within, given if weigh_inputs else None)
+    there = dispatch(rows[row], route, nodes.within, given if weigh_inputs else None)
     back = combine(compute(there, route), route, torch.ones_like(given) if weigh_inputs else given, nodes.within)
     return torch.zeros_like(rows).index_add(0, row, back)

@@ -24,6 +24,8 @@ from shardwright.runtime.experts.hierarchical import Nodes, in_two_stages
 from shardwright.runtime.experts.overlap import Compute, in_chunks
 from shardwright.runtime.experts.packed import PackedLoraLinear, Packing, register_stack, stack_of
 from shardwright.runtime.experts.placement import Places, Slots, check_slots
+from shardwright.runtime.experts.rows import TORCH, Rows
+from shardwright.runtime.lora.adapted import AdaptedStacks
 from shardwright.schemas.errors import LegalityError
 
 CALLS = (
@@ -33,12 +35,12 @@ CALLS = (
 """What a supported experts module takes, in this order."""
 
 
-class LoraExperts(nn.Module):
+class LoraExperts(AdaptedStacks):
     """Local experts with adapters.
 
     Parameters keep the original names: ``gate_up_proj`` [L, 2I, H] and ``down_proj`` [L, H, I] (or the family's own
     order), biases where the family has them; an adapted stack ``P`` adds ``P_lora_a`` [L, r, in] and ``P_lora_b``
-    [L, out, r].
+    [L, out, r]. A pair that all experts share stands beside the module (``lora/shared.py``).
 
     Attributes:
         num_experts: E over all ranks.
@@ -96,16 +98,9 @@ class LoraExperts(nn.Module):
             self.register_parameter(stack, parameter)
         self.name, self.layout, self.ep, self.group, self.meter = name, layout, ep, group, meter
         self.chunks, self.nodes, self.padding = chunks, nodes, padding
-        self.scalings: dict[str, float] = {}
         self.weigh_inputs = is_dense(original)
         self.meanwhile: Callable[[], None] | None = None
         self._gate = _gate_of(original, layout)
-
-    def add_adapter(self, stack: str, a: nn.Parameter, b: nn.Parameter, scaling: float) -> None:
-        """Attach an adapter to a stack: a [L, r, in], b [L, out, r]."""
-        self.register_parameter(f"{stack}_lora_a", a)
-        self.register_parameter(f"{stack}_lora_b", b)
-        self.scalings[stack] = scaling
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], [T, K], [T, K] → [T, H]."""
@@ -116,8 +111,14 @@ class LoraExperts(nn.Module):
         up = self._product(rows, self.layout.up, route.sizes)
         return self._product(self.activate(up), self.layout.down, route.sizes)
 
-    def exchanged(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, compute: Compute) -> Tensor:
-        """Tokens to their experts' ranks, ``compute`` there, and back: whole, or in the plan's chunks."""
+    def exchanged(
+        self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, compute: Compute, by: Rows = TORCH
+    ) -> Tensor:
+        """Tokens to their experts' ranks, ``compute`` there, and back: whole, or in the plan's chunks.
+
+        Args:
+            by: what sorts and moves rows; torch does where rows travel in two stages.
+        """
         if self.nodes is not None or self.places is not None:
             self.meter.add(self.name, rows_of_experts(top_k_index, self.num_experts))
         if self.places is not None:
@@ -148,27 +149,21 @@ class LoraExperts(nn.Module):
                 weigh_inputs=self.weigh_inputs,
                 padding=self.padding,
                 meanwhile=self.meanwhile,
+                by=by,
             )
             if self.places is None:
                 self.meter.add(self.name, counts)
             return out
-        route = padded(plan_route(top_k_index, self.num_places, self.ep, self.group), self.padding)
+        route = padded(plan_route(top_k_index, self.num_places, self.ep, self.group, by), self.padding)
         if self.places is None:
             self.meter.add(self.name, route.counts)
-        top_k = top_k_index.shape[-1]
         before, after = (top_k_weights, torch.ones_like(top_k_weights)) if self.weigh_inputs else (None, top_k_weights)
         # In one expression: no name keeps rows that the next call is done with.
-        return combine(compute(dispatch(hidden, route, top_k, self.group, before), route), route, after, self.group)
+        return combine(compute(dispatch(hidden, route, self.group, before, by), route), route, after, self.group, by)
 
     def activate(self, up: Tensor) -> Tensor:
         """The family's own activation of the first product: [N, F] → [N, I]."""
         return self._gate(up)
-
-    def adapter(self, stack: str, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """A [L, r, in] and B [L, out, r] of a stack in the format of computation; ``None`` where it has none."""
-        if stack not in self.scalings:
-            return None
-        return getattr(self, f"{stack}_lora_a").to(dtype), getattr(self, f"{stack}_lora_b").to(dtype)
 
     def _product(self, rows: Tensor, stack: str, sizes: list[int]) -> Tensor:
         a, b = self.adapter(stack, rows.dtype) or (None, None)
@@ -208,8 +203,16 @@ def check_call(module: nn.Module, name: str) -> None:
     """Refuse an experts module whose forward is not ``(hidden_states, top_k_index, top_k_weights)`` or a known block's.
 
     Raises:
-        LegalityError: ``experts-call``.
+        LegalityError: ``experts-call``, ``experts-unequal`` where its stacks hold different numbers of experts.
     """
+    sizes = {name: value.shape[0] for name, value in module.named_parameters(recurse=False) if value.dim() == 3}
+    if len(set(sizes.values())) > 1:
+        raise LegalityError(
+            "experts-unequal",
+            f"the stacks of {type(module).__name__} hold different numbers of experts: {sizes}",
+            where=name,
+            next_action="target attention only and keep ep = 1",
+        )
     wrapped = inspect.unwrap(type(module).forward)
     names = tuple(inspect.signature(wrapped).parameters)[1:4]
     if names not in CALLS and not is_dense(module):

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from shardwright.runtime.experts.balance import rows_of_experts
-from shardwright.runtime.experts.dispatch import Route, as_they_came, grouped, inverse, padded, route_of
+from shardwright.runtime.experts.dispatch import Route, as_they_came, grouped, leaving, padded, route_of
+from shardwright.runtime.experts.rows import TORCH, Rows
 
 COMPUTE, WAIT = "experts:compute", "experts:wait"
 """Names in a profile: a chunk's products, and the host's waits for exchanges."""
@@ -103,22 +103,20 @@ def finish(rows: Tensor, flight: Flight) -> Tensor:
     return landed
 
 
-def plan_routes(chunks: tuple[Tensor, ...], num_experts: int, ep: int, group: dist.ProcessGroup) -> tuple[Route, ...]:
+def plan_routes(
+    chunks: tuple[Tensor, ...], num_experts: int, ep: int, group: dist.ProcessGroup, by: Rows = TORCH
+) -> tuple[Route, ...]:
     """A route for each chunk's choices [t, K], with one exchange of counts and one copy to the host for all."""
-    counts = torch.stack([rows_of_experts(chunk, num_experts) for chunk in chunks])
-    leaving = counts.view(len(chunks), ep, -1).transpose(0, 1).contiguous()
-    arriving = torch.empty_like(leaving)
-    dist.all_to_all_single(arriving, leaving, group=group)
-    both = torch.stack((leaving, arriving)).tolist()
+    found = [by.sort(chunk, num_experts) for chunk in chunks]
+    sent = torch.stack([counts for counts, _ in found]).view(len(chunks), ep, -1).transpose(0, 1).contiguous()
+    arriving = torch.empty_like(sent)
+    dist.all_to_all_single(arriving, sent, group=group)
+    both = torch.stack((sent, arriving)).tolist()
     return tuple(
         route_of(
-            chunk,
-            counts[place],
-            arriving[:, place],
-            [rank[place] for rank in both[0]],
-            [rank[place] for rank in both[1]],
+            leaves, counts, arriving[:, place], [rank[place] for rank in both[0]], [rank[place] for rank in both[1]]
         )
-        for place, chunk in enumerate(chunks)
+        for place, (counts, leaves) in enumerate(found)
     )
 
 
@@ -135,6 +133,7 @@ def in_chunks(
     weigh_inputs: bool,
     padding: int = 1,
     meanwhile: Callable[[], None] | None = None,
+    by: Rows = TORCH,
 ) -> tuple[Tensor, Tensor]:
     """[T, H], [T, K], [T, K] → [T, H] and the rows [E] that this rank sent.
 
@@ -144,30 +143,27 @@ def in_chunks(
         weigh_inputs: routing weights multiply what an expert gets, not what it gives.
         padding: multiple of rows that each local expert gets of each chunk.
         meanwhile: work of this rank that needs no routed row, done while all dispatches are under way.
+        by: what sorts and moves rows.
     """
     parts = top_k_index.tensor_split(chunks)
-    routes = [padded(route, padding) for route in plan_routes(parts, num_experts, ep, group)]
-    top_k = top_k_index.shape[-1]
+    routes = [padded(route, padding) for route in plan_routes(parts, num_experts, ep, group, by)]
     weights = top_k_weights.tensor_split(chunks)
     out_there: deque[tuple[Tensor, Flight]] = deque()
     for tokens, given, route in zip(hidden.tensor_split(chunks), weights, routes, strict=True):
-        rows = tokens[route.order // top_k]
-        if weigh_inputs:
-            rows = rows * given.reshape(-1, 1)[route.order].to(rows.dtype)
         flight = Flight(route.send, route.receive, group)
-        out_there.append((start(rows, flight), flight))
+        out_there.append((start(leaving(tokens, route, given if weigh_inputs else None, by), flight), flight))
     if meanwhile is not None:
         meanwhile()
     coming_back: deque[tuple[Tensor, Flight]] = deque()
     for route in routes:
         rows = finish(*out_there.popleft())
         with record_function(COMPUTE):
-            done = as_they_came(compute(grouped(rows, route), route), route)
+            done = as_they_came(compute(grouped(rows, route, by), route), route, by)
         back = Flight(route.receive, route.send, group)
         coming_back.append((start(done, back), back))
         del rows, done
     sums = []
     for given, route in zip(weights, routes, strict=True):
-        rows = finish(*coming_back.popleft())[inverse(route.order)].view(*given.shape, hidden.shape[-1])
-        sums.append((rows.sum(1) if weigh_inputs else (rows * given.unsqueeze(-1)).sum(1)).to(hidden.dtype))
+        after = torch.ones_like(given) if weigh_inputs else given
+        sums.append(by.collect(finish(*coming_back.popleft()), route.leaves, after))
     return torch.cat(sums), torch.stack([route.counts for route in routes]).sum(0)

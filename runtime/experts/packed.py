@@ -1,9 +1,9 @@
-"""Expert stacks that stay packed in device memory: MXFP4 groups and fp8 blocks as the files have them.
+"""Expert stacks that stay packed in device memory: MXFP4 groups, fp8 blocks and 4-bit integers as the files have them.
 
 A stack ``P`` is two frozen parameters, ``P_values`` and ``P_scales``, in the form that the packed operator reads
-(``kernels/packed_experts/storage.py``), out before in whatever the family's own order. FSDP cuts and gathers them as
-the bytes that they are. Here each expert is decoded when its rows are multiplied and forgotten afterwards; on CUDA the
-plan may put the operator in this place.
+(``kernels/packed_experts/storage.py``; 4-bit integers, which it does not read: ``experts/int4.py``), out before in
+whatever the family's own order. FSDP cuts and gathers them as the bytes that they are. Here each expert is decoded when
+its rows are multiplied and forgotten afterwards; on CUDA the plan may put the operator in this place.
 Legend: N rows grouped by expert, L local experts, i in features, o out features, r rank, s scaling.
 """
 
@@ -22,17 +22,19 @@ from shardwright.checkpoints.reader import ShardReader
 from shardwright.kernels.packed_experts.reference import dequantise_reference
 from shardwright.kernels.packed_experts.storage import PackedStack, fp8_stack, mxfp4_stack
 from shardwright.runtime.experts.grouped import rows_product
+from shardwright.runtime.experts.int4 import FORMAT, SCALE_DIM, Int4, Int4Stack, empty_stack, int4_of, load_int4
 from shardwright.runtime.experts.placement import Slots, runs_of
 from shardwright.runtime.load.decode import GROUP, fp8_codes, mxfp4_codes
 from shardwright.schemas.errors import CheckFailed, CheckpointError, LegalityError
 
-Packing = Literal["mxfp4", "fp8"]
-STORED: dict[str, tuple[str, ...]] = {"mxfp4": ("mxfp4", "gpt-oss-mxfp4"), "fp8": ("fp8-block",)}
+Packing = Literal["mxfp4", "fp8"] | Int4
+Stack = PackedStack | Int4Stack
+STORED: dict[str, tuple[str, ...]] = {"mxfp4": ("mxfp4", "gpt-oss-mxfp4"), "fp8": ("fp8-block",), "int4": (FORMAT,)}
 """Format in memory → formats in files that it can be kept from."""
 BLOCK = 128
 VALUES, SCALES = "_values", "_scales"
 """Endings of a packed stack's two parameters."""
-ROW_DIM: dict[str, int] = {"mxfp4": 2, "fp8": 1}
+ROW_DIM: dict[str, int] = {"mxfp4": 2, "fp8": 1, "int4": SCALE_DIM}
 """The dim of the scales in which rows of the weight follow each other; that of the values is 1."""
 
 
@@ -53,7 +55,10 @@ def packed_experts_of(names: NameMap, stacks: dict[str, tuple[str, ...]], base_f
     for module, parameters in stacks.items():
         formats = {names.logical(piece.tensor).format for name in parameters for piece in names.pieces(name)}
         if formats and formats <= set(STORED[base_format]):
-            found[module] = "mxfp4" if base_format == "mxfp4" else "fp8"
+            if base_format == "int4":
+                found[module] = int4_of(names, parameters)
+            else:
+                found[module] = "mxfp4" if base_format == "mxfp4" else "fp8"
     if not found:
         raise _refused(f"no expert stack of this checkpoint is stored as {base_format}", "choose base_format compute")
     return found
@@ -65,6 +70,9 @@ def register_stack(module: nn.Module, stack: str, shape: tuple[int, int, int], p
     Raises:
         LegalityError: ``base-format`` for sizes that are not whole blocks.
     """
+    if isinstance(packing, Int4):
+        _register(module, stack, *_halves(empty_stack(stack, shape, packing)))
+        return
     L, N, K = shape
     whole = 2 * GROUP if packing == "mxfp4" else BLOCK
     if K % whole or (packing == "fp8" and N % whole):
@@ -75,13 +83,26 @@ def register_stack(module: nn.Module, stack: str, shape: tuple[int, int, int], p
     else:
         values = torch.empty((L, N, K), dtype=torch.float8_e4m3fn, device="meta")
         scales = torch.empty((L, N // BLOCK, K // BLOCK), dtype=torch.float32, device="meta")
+    _register(module, stack, values, scales)
+
+
+def _halves(held: Stack) -> tuple[Tensor, Tensor]:
+    return held.values, held.scales
+
+
+def _register(module: nn.Module, stack: str, values: Tensor, scales: Tensor) -> None:
     for part, value in ((VALUES, values), (SCALES, scales)):
         module.register_parameter(f"{stack}{part}", nn.Parameter(value, requires_grad=False))
 
 
-def stack_of(module: Any, stack: str) -> PackedStack:
+def stack_of(module: Any, stack: str) -> Stack:
     """A module's packed stack."""
-    return PackedStack(getattr(module, f"{stack}{VALUES}"), getattr(module, f"{stack}{SCALES}"), module.packing)
+    return held_as(getattr(module, f"{stack}{VALUES}"), getattr(module, f"{stack}{SCALES}"), module.packing)
+
+
+def held_as(values: Tensor, scales: Tensor, packing: Packing) -> Stack:
+    """Two parameters, or parts of them, as the stack that they are."""
+    return Int4Stack(values, scales) if isinstance(packing, Int4) else PackedStack(values, scales, packing)
 
 
 def packed_names(module: Any) -> tuple[str, ...]:
@@ -99,7 +120,7 @@ def cut_dims(module: Any, shards: int) -> dict[nn.Parameter, int]:
     for stack in packed_names(module):
         held = stack_of(module, stack)
         L, N, _ = held.shape
-        rows = N if held.kind == "mxfp4" else N // BLOCK
+        rows = N // BLOCK if held.kind == "fp8" else N
         within = shards > L and rows % shards == 0
         found[held.values] = 1 if within else 0  # type: ignore[index]
         found[held.scales] = ROW_DIM[held.kind] if within else 0  # type: ignore[index]
@@ -107,7 +128,7 @@ def cut_dims(module: Any, shards: int) -> dict[nn.Parameter, int]:
 
 
 def load_stack(
-    held: PackedStack,
+    held: Stack,
     experts: Slots,
     rows: tuple[int, int],
     name: str,
@@ -129,6 +150,10 @@ def load_stack(
     """
     L, N, K = held.shape
     in_out = layout.order == "in_out"
+    if isinstance(held, Int4Stack):
+        load_int4(held, experts, rows, name, reader, names, in_out)
+        _require_finite(name, bool(torch.isfinite(held.scales).all()), names)
+        return
     matrix = ((0, K), rows) if in_out else (rows, (0, K))
     mxfp4 = held.kind == "mxfp4"
     values = torch.empty((L, N, K // 2) if mxfp4 else (L, N, K), dtype=torch.uint8)
@@ -156,16 +181,20 @@ def load_stack(
         bytes_, scale = (one.reshape(extent, *one.shape[-2:]) for one in part)
         values[filled, slice(*lines)] = bytes_.view(torch.uint8)
         scales[filled, slice(*(lines if mxfp4 else (lines[0] // BLOCK, lines[1] // BLOCK)))] = scale
-    if bool((scales == 255).any() if mxfp4 else (~torch.isfinite(scales)).any()):
+    _require_finite(name, not bool((scales == 255).any() if mxfp4 else (~torch.isfinite(scales)).any()), names)
+    packed = mxfp4_stack(values, scales) if mxfp4 else fp8_stack(values.view(torch.float8_e4m3fn), scales)
+    held.values.copy_(packed.values)
+    held.scales.copy_(packed.scales)
+
+
+def _require_finite(name: str, finite: bool, names: NameMap) -> None:
+    if not finite:
         raise CheckFailed(
             "nan-weights",
             f"a scale of {name} is not a finite number",
             where=", ".join(names.hub_names(name)[:4]),
             next_action="fetch this shard again; if its hash is right, the checkpoint itself is damaged",
         )
-    packed = mxfp4_stack(values, scales) if mxfp4 else fp8_stack(values.view(torch.float8_e4m3fn), scales)
-    held.values.copy_(packed.values)
-    held.scales.copy_(packed.scales)
 
 
 class PackedLoraLinear(torch.autograd.Function):
@@ -178,7 +207,7 @@ class PackedLoraLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        stack: PackedStack,
+        stack: Stack,
         bias: Tensor | None,
         lora_a: Tensor | None,
         lora_b: Tensor | None,
@@ -211,15 +240,22 @@ class PackedLoraLinear(torch.autograd.Function):
         return dx, None, None, da, db, None, None
 
 
-def _by_expert(x: Tensor, stack: PackedStack, sizes: list[int], *, transposed: bool) -> Tensor:
+def _decoded(stack: Stack, expert: int) -> Tensor:
+    """One expert's weight [o, i]."""
+    if isinstance(stack, Int4Stack):
+        return stack.expert(expert)
+    one = slice(expert, expert + 1)
+    return dequantise_reference(PackedStack(stack.values[one], stack.scales[one], stack.kind))[0]
+
+
+def _by_expert(x: Tensor, stack: Stack, sizes: list[int], *, transposed: bool) -> Tensor:
     """[N, i] × W[e]ᵀ → [N, o], or [N, o] × W[e] → [N, i]; one decoded expert is alive at a time."""
     _, out, into = stack.shape
     y = x.new_empty((x.shape[0], out if transposed else into))
     start = 0
     for expert, size in enumerate(sizes):
         if size:
-            one = PackedStack(stack.values[expert : expert + 1], stack.scales[expert : expert + 1], stack.kind)
-            weight = dequantise_reference(one)[0].to(x.dtype)
+            weight = _decoded(stack, expert).to(x.dtype)
             torch.mm(x[start : start + size], weight.mT if transposed else weight, out=y[start : start + size])
             start += size
     return y

@@ -20,6 +20,7 @@ from shardwright.checkpoints.targets import parameter_shapes
 from shardwright.runtime import record, state
 from shardwright.runtime.export.router_biases import routers_of, saved_routers
 from shardwright.runtime.lora.inject import adapter_names, adapter_shapes
+from shardwright.runtime.lora.shared import for_each_expert
 from shardwright.schemas.canonical import sha256_file
 from shardwright.schemas.errors import RunError
 from shardwright.schemas.files import write_atomic
@@ -94,7 +95,7 @@ def peft_tensors(
     parameter_order: tuple[str, ...],
     mirrored: frozenset[str] = frozenset(),
 ) -> dict[str, Tensor]:
-    """All adapters under PEFT's names in PEFT's layout.
+    """All adapters under PEFT's names in PEFT's layout, which has a pair for each expert: a shared one is repeated.
 
     Args:
         targets, adapters: the plan's and the save's.
@@ -118,6 +119,8 @@ def peft_tensors(
                     next_action="export with the plan that the run was made with",
                 )
             pair.append(value)
+        if target.shared:
+            pair = list(for_each_expert((pair[0], pair[1]), target.num_experts))
         key_a, key_b = keys[target.parameter]
         tensors[key_a], tensors[key_b] = to_peft(*(mirror(*pair) if target.parameter in mirrored else pair))
     return tensors

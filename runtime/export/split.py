@@ -50,7 +50,7 @@ class Part:
     def halves(self, adapters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """A [r, columns] and B [rows, r] of this part."""
         a, b = (adapters[name] for name in adapter_names(self.target))
-        if self.expert is not None:
+        if self.expert is not None and not self.target.shared:
             a, b = a[self.expert], b[self.expert]
         return a[:, slice(*self.columns)], b[slice(*self.rows)]
 

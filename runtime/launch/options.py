@@ -65,7 +65,7 @@ def parse_options(text: str) -> LaunchOptions:
             where="--launch",
             next_action="name one of these, or a YAML file with launch options",
         )
-    return parse_yaml(LaunchOptions, Path(text).read_text(encoding="utf-8"), where=text, error=UsageError)
+    return parse_yaml(LaunchOptions, Path(text).read_bytes(), where=text, error=UsageError)
 
 
 def write_options(run_dir: Path, options: LaunchOptions) -> None:

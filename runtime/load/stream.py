@@ -13,10 +13,9 @@ from shardwright.checkpoints.build import rebuild_buffers, state_shapes, tied_na
 from shardwright.checkpoints.headers import Headers
 from shardwright.checkpoints.names import NameMap
 from shardwright.checkpoints.reader import ShardReader
-from shardwright.kernels.packed_experts.storage import PackedStack
 from shardwright.runtime.device import Device, peak_host_bytes
 from shardwright.runtime.experts.module import LoraExperts
-from shardwright.runtime.experts.packed import SCALES, VALUES, load_stack, packed_names
+from shardwright.runtime.experts.packed import SCALES, VALUES, held_as, load_stack, packed_names
 from shardwright.runtime.load.decode import read_base
 from shardwright.runtime.lora.init import initial_box
 from shardwright.runtime.ownership import Owned, owned_parameters
@@ -119,7 +118,7 @@ def _load_packed(
     name: str, module: LoraExperts, parameters: dict[str, Owned], reader: ShardReader, names: NameMap
 ) -> None:
     values, scales = (parameters[f"{name}{part}"] for part in (VALUES, SCALES))
-    held = PackedStack(values.local(), scales.local(), module.packing)  # type: ignore[arg-type]
+    held = held_as(values.local(), scales.local(), module.packing)  # type: ignore[arg-type]
     load_stack(held, values.numbers, values.box[1], name, reader, names, module.layout)
 
 

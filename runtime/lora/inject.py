@@ -15,6 +15,9 @@ from shardwright.runtime.experts.module import LoraExperts, check_call
 from shardwright.runtime.experts.packed import Packing
 from shardwright.runtime.experts.placement import Slots
 from shardwright.runtime.lora.linear import LoraLinear
+from shardwright.runtime.lora.separate import reach_every_expert
+from shardwright.runtime.lora.shared import SUFFIX, SharedPairs
+from shardwright.runtime.lora.stack import LoraStack, takes_sizes
 from shardwright.runtime.mesh import Ranks
 from shardwright.schemas.errors import LegalityError
 from shardwright.schemas.lora import LoraTarget
@@ -77,13 +80,20 @@ def inject(
     Raises:
         LegalityError: ``target-missing`` when the plan names a weight that the model lacks,
             ``target-shape`` when its sizes differ; ``experts-call``, ``experts-not-divisible``,
-            ``unknown-expert-layout``, ``expert-slots``.
+            ``unknown-expert-layout``, ``expert-slots``, ``ep-needs-stacks``.
     """
     freeze(model)
     by_module: dict[str, list[LoraTarget]] = defaultdict(list)
     for target in targets:
         by_module[target.module].append(target)
     found = find_experts(model)
+    if ranks.sizes.ep > 1 and not found:
+        raise LegalityError(
+            "ep-needs-stacks",
+            f"ep {ranks.sizes.ep}: the experts of {type(model).__name__} do not lie in stacks that ranks can share out",
+            where="decision.strategy.mesh",
+            next_action="choose a plan with ep = 1",
+        )
     placed: dict[str, Slots] = {}
     if slots:
         _require_as_many(slots, found)
@@ -99,19 +109,37 @@ def inject(
             slots=placed.get(name) if group is not None else None,
             padding=padding,
         )
+        shared = SharedPairs()
         for target in by_module.pop(name, []):
-            _adapt_stack(experts, dict(original.named_parameters(recurse=False)), target, dtype)
+            _adapt_stack(experts, shared, dict(original.named_parameters(recurse=False)), target, dtype)
         replace(model, name, experts)
+        if experts.shared:
+            replace(model, f"{name}{SUFFIX}", shared)
         if experts.weigh_inputs:
             block = model.get_submodule(name.rpartition(".")[0])
             block.forward = sparse_forward(block)
     for name, wanted in by_module.items():
         linear = _submodule(model, name)
+        if linear is not None and takes_sizes(linear):
+            _put_stack(model, name, linear, wanted[0], meter, dtype)
+            continue
         if not isinstance(linear, nn.Linear) or len(wanted) != 1:
             raise _missing(wanted[0], f"{name} is {type(linear).__name__}, expected one adapted Linear")
         target = wanted[0]
         _check(target, (target.out_features, target.in_features), tuple(linear.weight.shape))
         replace(model, name, LoraLinear(linear, target.rank, float(target.scaling), dropout, dtype))
+    reach_every_expert(model, targets, meter)
+
+
+def _put_stack(
+    model: nn.Module, name: str, linear: nn.Module, target: LoraTarget, meter: LoadMeter, dtype: torch.dtype
+) -> None:
+    """An adapted stack in the place of a linear that holds one."""
+    stack, shared = LoraStack(linear, name, meter), SharedPairs()
+    _adapt_stack(stack, shared, dict(linear.named_parameters(recurse=False)), target, dtype)
+    replace(model, name, stack)
+    if stack.shared:
+        replace(model, f"{name}{SUFFIX}", shared)
 
 
 def _require_as_many(slots: tuple[Slots, ...], layers: dict[str, nn.Module]) -> None:
@@ -134,7 +162,13 @@ def supported(experts: nn.Module, name: str, model_type: str) -> bool:
     return True
 
 
-def _adapt_stack(experts: LoraExperts, stacks: dict[str, nn.Parameter], target: LoraTarget, dtype: torch.dtype) -> None:
+def _adapt_stack(
+    experts: LoraExperts | LoraStack,
+    shared: SharedPairs,
+    stacks: dict[str, nn.Parameter],
+    target: LoraTarget,
+    dtype: torch.dtype,
+) -> None:
     stack = target.parameter.rsplit(".", 1)[1]
     weight = stacks.get(stack)
     if weight is None:
@@ -142,21 +176,27 @@ def _adapt_stack(experts: LoraExperts, stacks: dict[str, nn.Parameter], target: 
     size = (target.out_features, target.in_features)
     expected = (target.num_experts, *(size if target.layout == "out_in" else size[::-1]))
     _check(target, expected, (experts.num_experts, *weight.shape[1:]))
-    local = experts.local
-    a = torch.empty((local, target.rank, target.in_features), dtype=dtype, device=weight.device)
-    b = torch.empty((local, target.out_features, target.rank), dtype=dtype, device=weight.device)
-    experts.add_adapter(stack, nn.Parameter(a), nn.Parameter(b), float(target.scaling))
+    lead = () if target.shared else (experts.local,)
+    a = nn.Parameter(torch.empty((*lead, target.rank, target.in_features), dtype=dtype, device=weight.device))
+    b = nn.Parameter(torch.empty((*lead, target.out_features, target.rank), dtype=dtype, device=weight.device))
+    if target.shared:
+        shared.add(stack, a, b)
+        experts.share_adapter(stack, shared, float(target.scaling))
+    else:
+        experts.add_adapter(stack, a, b, float(target.scaling))
 
 
 def adapter_names(target: LoraTarget) -> tuple[str, str]:
     """Names of a target's A and B parameters in the training model."""
     stem = f"{target.module}." if target.kind == "dense" else f"{target.parameter}_"
+    if target.shared:
+        stem = f"{target.module}{SUFFIX}.{target.parameter.rsplit('.', 1)[1]}_"
     return f"{stem}lora_a", f"{stem}lora_b"
 
 
 def adapter_shapes(target: LoraTarget) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Whole shapes of a target's A and B."""
-    lead = (target.num_experts,) if target.kind == "experts" else ()
+    lead = (target.num_experts,) if target.kind == "experts" and not target.shared else ()
     return (*lead, target.rank, target.in_features), (*lead, target.out_features, target.rank)
 
 

@@ -100,6 +100,11 @@ def exchanges(draws: Draws) -> bool:
     return bool(draws["ep"] > 1)
 
 
+def runs_cut(context: SearchContext, draws: Draws) -> bool:
+    """Whether sequences are cut over ranks by the runtime, which then forms no groups inside nodes."""
+    return bool(draws.get("cp", 1) > 1) and not context.explore
+
+
 def inner_ranks(draws: Draws) -> int:
     """Neighbouring ranks that tensor and context parallelism take."""
     return int(draws.get("tp", 1) * draws.get("cp", 1))

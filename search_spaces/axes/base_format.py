@@ -8,7 +8,7 @@ from __future__ import annotations
 from shardwright.search_spaces.axes.base import Axis, Draws, among
 from shardwright.search_spaces.context import SearchContext
 
-STORED = {"fp8-block": "fp8", "mxfp4": "mxfp4", "gpt-oss-mxfp4": "mxfp4"}
+STORED = {"fp8-block": "fp8", "mxfp4": "mxfp4", "gpt-oss-mxfp4": "mxfp4", "int4-group": "int4"}
 
 
 def _choices(context: SearchContext, draws: Draws) -> tuple[str, ...]:

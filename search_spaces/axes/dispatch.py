@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwright.search_spaces.axes.base import Axis, Draws, among, whole_domains
+from shardwright.search_spaces.axes.base import Axis, Draws, among, runs_cut, whole_domains
 from shardwright.search_spaces.context import SearchContext
 
 VALUES = ("all_to_all", "hierarchical")
@@ -10,7 +10,8 @@ VALUES = ("all_to_all", "hierarchical")
 
 def _choices(context: SearchContext, draws: Draws) -> tuple[str, ...]:
     """``hierarchical`` where an expert group spans several whole domains with several ranks in each."""
-    return VALUES if whole_domains(context, draws, draws["ep"]) else ("all_to_all",)
+    crosses = whole_domains(context, draws, draws["ep"]) and not runs_cut(context, draws)
+    return VALUES if crosses else ("all_to_all",)
 
 
 AXIS = Axis(

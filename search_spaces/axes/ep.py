@@ -9,8 +9,8 @@ from shardwright.search_spaces.context import SearchContext, divisors, nearest
 
 
 def legal_degrees(context: SearchContext, ranks: int) -> tuple[int, ...]:
-    """Degrees that divide both the ranks of a replica and the experts; (1,) for a dense model."""
-    if context.experts == 0:
+    """Degrees that divide both the ranks of a replica and the experts; (1,) where there are no stacks of experts."""
+    if context.experts == 0 or not context.profile.shape.expert_stacks:
         return (1,)
     return tuple(d for d in divisors(ranks) if context.experts % d == 0)
 
@@ -31,6 +31,9 @@ def _check(context: SearchContext, strategy: ParallelStrategy) -> tuple[Violatio
     legal = nearest(legal_degrees(context, context.world), ep)
     if experts == 0:
         return (Violation(rule="ep-needs-experts", message=f"ep {ep}: the model has no experts", nearest_legal=legal),)
+    if not context.profile.shape.expert_stacks:
+        message = f"ep {ep}: the experts of {context.profile.model_type} do not lie in stacks that ranks can share out"
+        return (Violation(rule="ep-needs-stacks", message=message, nearest_legal=legal),)
     if experts % ep:
         shares = uneven_shares(experts, ep)
         shown = str(shares) if ep <= 16 else f"{shares[0]} on some ranks and {shares[-1]} on others"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwright.search_spaces.axes.base import Axis, Draws, among, gathers, inner_ranks, whole_domains
+from shardwright.search_spaces.axes.base import Axis, Draws, among, gathers, inner_ranks, runs_cut, whole_domains
 from shardwright.search_spaces.context import SearchContext
 
 VALUES = ("all", "node")
@@ -15,6 +15,8 @@ def _choices(context: SearchContext, draws: Draws) -> tuple[str, ...]:
 
 def domains_divide(context: SearchContext, draws: Draws) -> bool:
     """Whether domains cut the group that shares weights evenly, and an expert group too."""
+    if runs_cut(context, draws):
+        return False
     inside = max(1, context.domain // inner_ranks(draws))
     even = draws["ep"] % inside == 0 or inside % draws["ep"] == 0
     return gathers(draws) and even and whole_domains(context, draws, draws["shard"] * draws["ep"])

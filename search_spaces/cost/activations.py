@@ -25,6 +25,9 @@ LINEAR_ATTENTION_PEAK = 60
 """Bytes per token and value of n·d that a library's chunked linear attention holds at its peak, forward and backward
 together: measured on one H200, 1.884 GiB at T 8192 and 7.535 GiB at T 32768 (n 32, d 128)."""
 
+DELTA_RULES = ("kda", "gated_delta")
+"""Kernels of linear attention: with a decay for each channel, or for each head."""
+
 CHUNK = 64
 """Tokens of a chunk of unfused linear attention."""
 
@@ -36,8 +39,9 @@ CHUNK_ROWS = 23.5
 (3), β·k·e^g and its solution, v_new, q·e^g, k·e^g (5), states of the chunks (2), the scores of a chunk (½), the forget
 gate (2), input and output of the convolution in bf16 (3), the gated norm (3)."""
 
-CHUNK_GRADIENTS = 3
-"""fp32 tensors [T, C, n·d] alive beside the kept ones in its backward: two of a slice's gradient and their sum."""
+CHUNK_GRADIENTS = 2
+"""fp32 tensors [T, C, n·d] alive beside the kept ones in its backward: a sum of slices' gradients, and the next one in
+zeros of the whole. Autograd adds in place; only under a dispatch mode, as traces run, the new sum is a third."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,8 @@ def unfused_chunks(work: Workload, fused: FusedProviders) -> bool:
 
     Families without a class in transformers are planned, not run: they are priced with a chunked kernel.
     """
-    return fused.provider("kda") == "eager" and work.profile.transformers_class
+    eager = all(fused.provider(op) == "eager" for op in DELTA_RULES)
+    return eager and work.profile.transformers_class
 
 
 def linear_attention_bytes(work: Workload, fused: FusedProviders) -> float:
@@ -135,7 +140,7 @@ def linear_attention_bytes(work: Workload, fused: FusedProviders) -> float:
 def attention_workspace_bytes(work: Workload, layer: LayerWork, fused: FusedProviders, backward: bool) -> float:
     """Alive only while one attention block runs, per token.
 
-    Linear: unfused, three gradients of [T, C, n·d] and six of [T, n·d] in backward and two squares in forward; by a
+    Linear: unfused, two gradients of [T, C, n·d] and six of [T, n·d] in backward and two squares in forward; by a
     library, its peak less what it keeps. Sparse, unfused: fp32 scores of every indexer head over the sequence, twice
     (the product and its scaled copy), ``8·n_I·S``, in each forward.
     """
@@ -249,13 +254,25 @@ def backward_workspace_bytes(
     layer is free already.
     """
     b = work.base_bytes
-    I = work.profile.shape.expert_intermediate_size / expert_tp
-    whole = fused.kernel("experts") == "moe_layer"
-    between = work.row_width + (2 * layer.adapters.expert_ranks if whole else work.row_width)
-    routed = rows * b * (2 * I + between) if layer.routed else 0
+    routed = routed_backward_bytes(work, layer, rows, fused, expert_tp) if layer.routed else 0
     mlp = tokens * b * (2 * work.hidden + 2 * layer.mlp_width) + routed
     attention = tokens * (attention_workspace_bytes(work, layer, fused, True) + 2 * b * work.hidden)
     return np.maximum(mlp, attention - after_attention_bytes(work, layer, fused, tokens, kept))
+
+
+def routed_backward_bytes(
+    work: Workload, layer: LayerWork, rows: Any, fused: FusedProviders, expert_tp: Any = 1
+) -> Any:
+    """Of these the experts': d(gate, up) and two row gradients, one where one operator is the whole layer."""
+    width = work.profile.shape.expert_intermediate_size / expert_tp
+    whole = fused.kernel("experts") == "moe_layer"
+    between = work.row_width + (2 * layer.adapters.expert_ranks if whole else work.row_width)
+    return rows * work.base_bytes * (2 * width + between)
+
+
+def routed_forward_bytes(work: Workload, rows: Any, fused: FusedProviders) -> Any:
+    """Gathered rows and their result, or the result alone where one operator is the whole layer."""
+    return (1 if fused.kernel("experts") == "moe_layer" else 2) * rows * work.base_bytes * work.row_width
 
 
 def recomputing_workspace_bytes(work: Workload, layer: LayerWork, fused: FusedProviders, tokens: Any, kept: Any) -> Any:
@@ -267,7 +284,6 @@ def recomputing_workspace_bytes(work: Workload, layer: LayerWork, fused: FusedPr
 def forward_workspace_bytes(work: Workload, layer: LayerWork, tokens: Any, rows: Any, fused: FusedProviders) -> Any:
     """Temporaries of one layer's forward: of attention, or gathered rows and their result, or the MLP's product."""
     b = work.base_bytes
-    sorted_rows = fused.kernel("experts") != "moe_layer"
-    routed = (2 if sorted_rows else 1) * rows * b * work.row_width if layer.routed else 0
+    routed = routed_forward_bytes(work, rows, fused) if layer.routed else 0
     attention = attention_workspace_bytes(work, layer, fused, False)
     return np.maximum(tokens * b * (work.hidden + layer.mlp_width) + routed, tokens * attention)

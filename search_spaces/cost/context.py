@@ -1,15 +1,15 @@
 """Context parallelism: what the ranks of one sequence exchange in a layer, compute besides, and hold for it.
 
 A sequence is cut into 2·cp pieces; a rank has the i-th from the front and the i-th from the end, so that causal work is
-even. What passes between ranks depends on the attention:
+even. What passes between ranks depends on the attention (``runtime/context*.py``):
 
-* softmax: keys and values of all tokens, around a ring, while those of the piece before are attended to;
-* latent (MLA): the compressed keys and values of all tokens, gathered before attention; each rank expands them piece by
-  piece. Backward gathers again, and reduces their gradient;
-* sparse (DSA): the same with the indexer's keys, and nothing to expand: it attends in the latent;
-* linear: states. A piece moves the state by ``S⁺ = M S + N``; pieces gather ``[N | M]`` in fp32, and in backward the
-  gradient of their first states (``kernels/kda/context.py``). The convolution's three tokens before a piece are left
-  out.
+* softmax: keys and values of all tokens, gathered before attention. Backward gathers again, runs attention again, and
+  reduces their gradient, which is fp32;
+* latent (MLA): the same with compressed keys and values; each rank expands them for 1/cp of the heads at a time;
+* sparse (DSA): the same with the indexer's keys, and nothing to expand: it attends in the latent. Priced, not run;
+* linear: states. A piece moves the state by ``S⁺ = M S + N``; a second run of the recurrence over values and keys gives
+  ``[N | M]``, which pieces gather in fp32, and reduce the gradient of. The convolution's three inputs before a piece
+  are left out.
 
 Legend: S tokens of a sequence, T tokens of a rank, m sequences of a micro-batch, n heads, d head dim of linear
 attention, W = n·d, r_kv latent width, d_n, d_r, d_v parts of a head, d_I indexer width, b bytes per value, t TP degree.
@@ -28,23 +28,26 @@ PIECES = 2
 STATE_BYTES = 4
 
 
-def passes_in_ring(work: Workload, layer: LayerWork) -> bool:
-    """Whether keys and values travel while attention works, so that it hides them."""
-    return layer.kind.attention not in ("none", "linear") and not work.latent(layer)
+GRADIENT_BYTES = 4
+
+
+def attends_again(layer: LayerWork) -> bool:
+    """Whether backward runs the attention itself again, for what it gathered was not kept."""
+    return layer.kind.attention not in ("none", "linear")
 
 
 def exchanged_bytes(work: Workload, layer: LayerWork, plans: Plans, tokens: Array) -> tuple[Array, Array]:
     """Bytes of the whole tensors that a CP group exchanges: (in each forward, in backward); 0 where cp is 1.
 
     Softmax: ``2·b·m·S·g·d/t``, twice in backward. Latent: ``b·m·S·(r_kv + d_r)``, twice in backward. Linear:
-    ``4·m·2·cp·n·d·2·d/t`` and half of that.
+    ``4·m·2·cp·n·d·2·d/t``, in backward as much.
     """
     whole, b, none = tokens * plans.tp * plans.cp, work.base_bytes, np.zeros(len(plans))
     if layer.kind.attention == "none":
         return none, none
     if layer.kind.attention == "linear":
         forward = plans.micro * PIECES * plans.cp * STATE_BYTES * 2 * _state_values(work) / plans.tp
-        backward = forward / 2
+        backward = forward
     elif work.latent(layer):
         forward = b * whole * _latent_width(work, layer)
         backward = 2 * forward
@@ -59,13 +62,13 @@ def further_flops(work: Workload, layer: LayerWork, plans: Plans, tokens: Array)
     """Flops that a rank has only because its sequence is cut: (forward, backward); 0 where cp is 1.
 
     Latent: keys and values of other ranks' tokens are expanded, ``2·(m·S − T·t)·r_kv·n·(d_n + d_v)/t``; in backward
-    again, and the gradient of their input. Linear: how a piece moves the state, two products of ``[d, d] × [d, 2·d]``
-    for a token and head, ``8·T·d·W``; in backward the gradient of the first state, two of ``[d, d] × [d, d]``.
+    again, and the gradient of their input. Linear: the recurrence once more over values and keys, ``16·T·d·W``, and its
+    gradient. Attention that runs again in backward is counted by who counts attention (:func:`attends_again`).
     """
     shape, none = work.profile.shape, np.zeros(len(plans))
     if layer.kind.attention == "linear":
-        forward = 8.0 * tokens * _state_values(work)
-        backward = forward / 2
+        forward = 16.0 * tokens * _state_values(work)
+        backward = 2 * forward
     elif layer.kind.attention == "mla" and work.latent(layer):
         expansion = shape.kv_lora_rank * shape.num_attention_heads * (shape.qk_nope_head_dim + shape.v_head_dim)
         forward = 2.0 * tokens * (plans.cp - 1) * expansion
@@ -79,20 +82,19 @@ def further_flops(work: Workload, layer: LayerWork, plans: Plans, tokens: Array)
 def held_bytes(work: Workload, layer: LayerWork, plans: Plans, tokens: Array) -> Array:
     """Alive on a rank while such a layer runs, beyond its own tokens; 0 where cp is 1.
 
-    Softmax: keys and values of two neighbours, ``4·b·T·g·d``. Latent: everything compressed and its gradient, and where
-    it is expanded a rank's share and its gradient, ``2·b·T·n·(d_n + d_r + d_v)``. Linear: the states of all pieces.
+    Softmax: keys and values of all tokens, ``2·b·m·S·g·d/t``, and their gradient in fp32. Latent: the same of all that
+    is compressed, and where it is expanded a rank's share and its gradient, ``2·b·T·n·(d_n + d_r + d_v)``. Linear: the
+    states of all pieces and their gradient.
     """
     shape, b = work.profile.shape, work.base_bytes
     gathered, _ = exchanged_bytes(work, layer, plans, tokens)
     if layer.kind.attention == "linear":
-        size = gathered
-    elif work.latent(layer):
         size = 2 * gathered
-        if layer.kind.attention == "mla":
+    else:
+        size = gathered * (1 + GRADIENT_BYTES / b)
+        if layer.kind.attention == "mla" and work.latent(layer):
             key = shape.qk_nope_head_dim + shape.qk_rope_head_dim
             size = size + 2 * b * tokens * shape.num_attention_heads * (key + shape.v_head_dim)
-    else:
-        size = 4 * b * tokens * work.key_width * (layer.kind.attention != "none")
     return np.where(plans.cp > 1, size, 0.0)
 
 

@@ -1,8 +1,8 @@
 """Packed formats of the frozen base: bytes per value kept and gathered, and what unpacking needs.
 
 Routed experts alone stay packed; everything else is decoded at load. ``fp8``: one byte a value and a scale per
-128 × 128 block. ``mxfp4``: four bits and a scale byte per 32 values. The search offers a format only where the files
-already hold it.
+128 × 128 block. ``mxfp4``: four bits and a scale byte per 32 values. ``int4``: four bits and a 16-bit scale per 32. The
+search offers a format only where the files already hold it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from shardwright.search_spaces.cost.workload import LayerWork, Workload
 
 FP8_BYTES = 1.0 + 4.0 / (128 * 128)
 MXFP4_BYTES = 0.5 + 1.0 / 32
+INT4_BYTES = 0.5 + 2.0 / 32
 
 
 def expert_bytes(work: Workload, plans: Plans) -> Array:
     """Stored bytes per value of a routed expert's weights."""
     return np.select(
-        [plans.format == FORMATS.index("fp8"), plans.format == FORMATS.index("mxfp4")],
-        [FP8_BYTES, MXFP4_BYTES],
+        [plans.format == FORMATS.index(one) for one in ("fp8", "mxfp4", "int4")],
+        [FP8_BYTES, MXFP4_BYTES, INT4_BYTES],
         float(work.base_bytes),
     )
 

@@ -32,23 +32,40 @@ class Layout:
 
 
 def stage_bytes(work: Workload, layout: Layout, tokens: int, stage: int) -> dict[str, float]:
-    """Components of one pipeline stage under balanced routing; layers in order, equally many on each."""
+    """Components of one pipeline stage under balanced routing; layers in order, equally many on each.
+
+    ``workspace`` is what a layer's backward holds beyond the loss: they are not alive together.
+    """
     each = -(-work.profile.shape.num_layers // layout.stages)
     own = range(stage * each, min((stage + 1) * each, work.profile.shape.num_layers))
     first, last = stage == 0, stage == layout.stages - 1
     layers = [layer for layer in work.layers for index in layer.kind.layer_indices if index in own]
     dense = sum(layer.dense_parameters for layer in layers) + work.root_parameters / 2 * (first + last)
     experts = sum(layer.expert_parameters for layer in layers) / layout.ep
-    in_flight = min(layout.micro_batches, layout.stages - stage)
-    spread = max(layout.data // layout.ep, 1)
     b, shape = work.base_bytes, work.profile.shape
+    in_flight = min(layout.micro_batches, layout.stages - stage)
+    loss = tokens * (LOGIT_BYTES * shape.vocab_size + b * shape.hidden_size) if last else 0.0
+    busiest = max((workspace_bytes(work, layer, tokens) for layer in layers), default=0.0)
+    spread = max(layout.data // layout.ep, 1)
     return {
         "weights": WEIGHT * (dense + experts),
         "gradients": GRADIENT * (dense + experts),
         "optimizer": OPTIMIZER * (dense / layout.data + experts / spread),
         "activations": in_flight * sum(layer_bytes(work, layer, tokens) for layer in layers),
-        "loss": tokens * (LOGIT_BYTES * shape.vocab_size + b * shape.hidden_size) if last else 0.0,
+        "loss": loss,
+        "workspace": max(busiest - loss, 0.0),
     }
+
+
+def workspace_bytes(work: Workload, layer: LayerWork, tokens: int) -> float:
+    """Alive while one layer's backward runs, when the logits are free: two hidden gradients and those of a dense MLP;
+    for experts d(gate, up), a row and its gradient, and the rows sent and received between EP ranks."""
+    b, shape = work.base_bytes, work.profile.shape
+    own = tokens * b * (2 * work.hidden + 2 * layer.mlp_width)
+    if not layer.routed:
+        return own
+    rows = tokens * shape.experts_per_token
+    return own + rows * b * (2 * shape.expert_intermediate_size + 4 * work.row_width)
 
 
 def layer_bytes(work: Workload, layer: LayerWork, tokens: int) -> float:

@@ -55,6 +55,12 @@ class FusedProviders:
         alone = min(2.0 - added, self._hidden_norms("rms_norm") / layers)
         return {"add_rms_norm": added, "rms_norm": alone, "eager": 2.0 - added - alone}
 
+    @property
+    def norms_heads(self) -> bool:
+        """Whether the plan's norm also runs over the heads of q and k."""
+        modules = self.chosen["rms_norm"][1] if "rms_norm" in self.chosen else ()
+        return any(module.endswith(HEAD_NORMS) for module in modules)
+
     def _hidden_norms(self, op: str) -> int:
         modules = self.chosen[op][1] if op in self.chosen else ()
         return sum(1 for module in modules if not module.endswith(HEAD_NORMS))

@@ -16,7 +16,7 @@ import numpy as np
 from shardwright.schemas.ops import OpCost, PassCost
 from shardwright.search_spaces.cost import context
 from shardwright.search_spaces.cost.activations import chunks_of, unfused_chunks
-from shardwright.search_spaces.cost.compute import ATTENTION_BACKWARD, Rates
+from shardwright.search_spaces.cost.compute import ADAPTER_GRADIENT_SHARE, KERNEL_PRODUCT_SHARE, Rates
 from shardwright.search_spaces.cost.formats import dequantised_bytes
 from shardwright.search_spaces.cost.fusion import FusedProviders, kernel_cost
 from shardwright.search_spaces.cost.plans import Array, Plans, per_value
@@ -29,6 +29,9 @@ attention, residuals; assumed."""
 
 ROTARY_PASSES = (12, 16)
 """Reads and writes of q and k by rotary embedding and head layout, (forward, backward); assumed."""
+
+QK_KERNEL_PASSES = (2, 3)
+"""The same where one kernel normalises and turns them: its own cost, beside which tables and weights are nothing."""
 
 ADAPTER_LAUNCHES = (5, 8)
 """Kernels of one LoRA target, (forward, backward): two products, casts, scale, add; assumed."""
@@ -43,6 +46,15 @@ SQUARE_PASSES = (16, 26)
 COUNTED_ROWS = 4096
 """Rows at which the kernels of a MoE layer are counted: launches do not depend on them."""
 
+BEHIND_ATTENTION = ("adapters", "experts", "expert_rows", "dequantise")
+"""Terms of a layer that an adapter on its experts needs in backward."""
+
+SCORE_PASSES = 6
+"""Reads and writes of fp32 [T, n_I, S] by an eager indexer: the product, its scale, ReLU and sum over heads."""
+
+CHOICE_BYTES = 31
+"""Bytes a pair that its choice of keys moves: causal mask, sort, scatter into a mask, and that made a bias."""
+
 Pair = tuple[Array, Array]
 
 
@@ -52,6 +64,15 @@ class LayerTime:
 
     terms: dict[str, Pair]
     launches: tuple[float, float]
+    attention_launches: tuple[float, float] = (0.0, 0.0)
+    """Of them those of an unfused linear attention."""
+
+    @property
+    def behind_attention(self) -> LayerTime:
+        """What flows back where the model's first adapter is the experts': nothing reaches what stands before."""
+        kept = {name: pair for name, pair in self.terms.items() if name in BEHIND_ATTENTION}
+        forward, backward = (n - a for n, a in zip(self.launches, self.attention_launches, strict=True))
+        return LayerTime(kept, (forward, backward))
 
     @property
     def forward(self) -> Array:
@@ -74,15 +95,15 @@ def layer_time(
         "adapters": _adapters(work, layer, rates, fused, tokens, rows),
     }
     launches = [float(OTHER_LAUNCHES[i] + ADAPTER_LAUNCHES[i] * layer.adapters.targets) for i in (0, 1)]
+    chunked = [0.0, 0.0]
     if layer.kind.attention == "linear" and unfused_chunks(work, fused):
         size = chunks_of(work).tokens
         chunks = work.recipe.batch.sequence_tokens / size
-        launches = [
-            n + row * (size - 1) + each * chunks for n, (row, each) in zip(launches, CHUNK_LAUNCHES, strict=True)
-        ]
+        chunked = [row * (size - 1) + each * chunks for row, each in CHUNK_LAUNCHES]
+        launches = [n + more for n, more in zip(launches, chunked, strict=True)]
     if layer.routed:
-        terms["experts"] = _experts(work, layer, plans, rates, rows)
-        terms["expert_rows"] = _expert_rows(work, rates, fused, rows)
+        terms["experts"] = _experts(work, layer, plans, rates, fused, rows)
+        terms["expert_rows"] = _expert_rows(work, rates, fused, rows, tokens)
         shape = work.profile.shape
         counted = {
             "R": COUNTED_ROWS,
@@ -98,7 +119,7 @@ def layer_time(
     if np.any(plans.format):
         packed = rates.traffic_s(dequantised_bytes(work, layer, plans, rows))
         terms["dequantise"] = packed, packed
-    return LayerTime(terms, (launches[0], launches[1]))
+    return LayerTime(terms, (launches[0], launches[1]), (chunked[0], chunked[1]))
 
 
 def _passes(cost: OpCost) -> tuple[PassCost, PassCost]:
@@ -129,8 +150,8 @@ def _attention(
 ) -> Pair:
     """Flops per token, causal: softmax 2·S·n·d; latent S·n·(d_qk + d_v); linear 8·d·n·d, unfused by its traffic.
 
-    Sparse: 2·min(S, k)·n·(2·r_kv + d_r) in the absorbed form, and the indexer's S·n_I·d_I. Where a sequence is cut over
-    ranks also ``context.further_flops``.
+    Sparse, by its kernel: 2·min(S, k)·n·(2·r_kv + d_r) in the absorbed form, and the indexer's S·n_I·d_I; by torch as
+    ``_masked``. Where a sequence is cut over ranks also ``context.further_flops``, and softmax once more in backward.
     """
     shape, sequence = work.profile.shape, work.recipe.batch.sequence_tokens
     if layer.kind.attention == "none":
@@ -139,6 +160,8 @@ def _attention(
         return _chunks_s(work, rates, tokens)
     if layer.kind.attention == "linear":
         per_token = 8.0 * (shape.linear_head_dim or shape.head_dim) * work.linear_width
+    elif layer.kind.attention == "dsa" and work.latent(layer) and not fused.kernel("dsa"):
+        return _masked(work, rates, tokens)
     elif layer.kind.attention == "dsa" and work.latent(layer):
         width = 2 * shape.kv_lora_rank + shape.qk_rope_head_dim
         per_token = 2.0 * min(sequence, shape.index_topk or sequence) * shape.num_attention_heads * width
@@ -149,14 +172,31 @@ def _attention(
     else:
         per_token = 2.0 * sequence * work.query_width
     once = rates.attention_s(tokens * per_token, float(sequence))
+    back = rates.attention_backward_s(once, tokens * work.query_width)
     if not np.any(plans.cp > 1):
-        return once, ATTENTION_BACKWARD * once
+        return once, back
     further, again = (rates.gemm_s(flops, 0.0, tokens) for flops in context.further_flops(work, layer, plans, tokens))
-    return once + further, ATTENTION_BACKWARD * once + again
+    core = np.where(plans.cp > 1, once, 0.0) if context.attends_again(layer) else 0.0
+    return once + further, back + again + core
+
+
+def _masked(work: Workload, rates: Rates, tokens: Array) -> Pair:
+    """Sparse attention by torch: fp32 scores of every indexer head over all pairs, then dense attention under a mask.
+
+    2·S·n_I·d_I flops a token in fp32 and passes over [T, n_I, S]; 2·S·n·(d_qk + d_v) under the mask, no pair skipped.
+    Nothing flows back through the indexer.
+    """
+    shape, sequence = work.profile.shape, work.recipe.batch.sequence_tokens
+    pairs = 1.0 * tokens * sequence
+    index = rates.wide_gemm_s(2.0 * pairs * shape.index_num_heads * shape.index_head_dim, 0.0)
+    index = index + rates.traffic_s(pairs * (4 * SCORE_PASSES * shape.index_num_heads + CHOICE_BYTES))
+    width = shape.qk_nope_head_dim + shape.qk_rope_head_dim + shape.v_head_dim
+    core = rates.masked_attention_s(2.0 * pairs * shape.num_attention_heads * width, float(sequence))
+    return index + core, rates.attention_backward_s(core, tokens * shape.num_attention_heads * width / 2)
 
 
 def _norms(work: Workload, rates: Rates, fused: FusedProviders, tokens: Array) -> Pair:
-    """Two norms by the plan's providers."""
+    """Two norms of hidden width, and those of queries and keys, by the plan's providers."""
 
     def moved(count: int) -> tuple[float, float]:
         forward = backward = 0.0
@@ -179,6 +219,11 @@ def _norm_costs(work: Workload, fused: FusedProviders, tokens: int) -> list[tupl
             found.append((share, provider_cost("rms_norm", "eager", shape, work.dtype)))
         elif share:
             found.append((share, fused.cost(op, shape, work.dtype)))
+    if work.head_norms and not fused.kernel("qk_norm_rope"):
+        heads = {"T": tokens, "H": work.query_width + work.key_width}
+        by = fused.provider("rms_norm") if fused.norms_heads else "eager"
+        cost = fused.cost("rms_norm", heads, work.dtype) if by not in PROVIDERS else None
+        found.append((1.0, cost or provider_cost("rms_norm", by, heads, work.dtype)))
     return found
 
 
@@ -188,6 +233,7 @@ def _elementwise(work: Workload, layer: LayerWork, rates: Rates, fused: FusedPro
     adds = 2 - fused.norms(work.profile.shape.num_layers)["add_rms_norm"]
     residual = adds * 3 * b * work.hidden
     rotary = b * (work.query_width + work.key_width)
+    turns = QK_KERNEL_PASSES if fused.kernel("qk_norm_rope") else ROTARY_PASSES
     swiglu = np.zeros((2, *tokens.shape))
     if layer.mlp_width:
 
@@ -197,8 +243,8 @@ def _elementwise(work: Workload, layer: LayerWork, rates: Rates, fused: FusedPro
 
         swiglu = per_value(tokens, moved)
     return (
-        rates.traffic_s(tokens * (residual + ROTARY_PASSES[0] * rotary) + swiglu[0]),
-        rates.traffic_s(tokens * (residual + ROTARY_PASSES[1] * rotary) + swiglu[1]),
+        rates.traffic_s(tokens * (residual + turns[0] * rotary) + swiglu[0]),
+        rates.traffic_s(tokens * (residual + turns[1] * rotary) + swiglu[1]),
     )
 
 
@@ -228,11 +274,11 @@ def _adapters(
     fixed = [stacks / COUNTED_ROWS * factor for factor in (1, 2)]
     return (
         own + rates.gemm_s(flops, rows * (moved[0] - fixed[0]) + stacks, tokens),
-        2 * own + rates.gemm_s(2 * flops, rows * (moved[1] - fixed[1]) + 2 * stacks, tokens),
+        2 * own + rates.gemm_s(2 * flops, (rows * (moved[1] - fixed[1]) + 2 * stacks) / ADAPTER_GRADIENT_SHARE, tokens),
     )
 
 
-def _experts(work: Workload, layer: LayerWork, plans: Plans, rates: Rates, rows: Array) -> Pair:
+def _experts(work: Workload, layer: LayerWork, plans: Plans, rates: Rates, fused: FusedProviders, rows: Array) -> Pair:
     """6·R·H·I/t_x flops over local experts; bytes: local weights once a chunk and rows b·(2·H + 3·I/t_x)."""
     shape, b = work.profile.shape, work.base_bytes
     local = np.maximum(shape.num_experts // plans.ep, 1)
@@ -240,13 +286,19 @@ def _experts(work: Workload, layer: LayerWork, plans: Plans, rates: Rates, rows:
     touched = np.minimum(1.0, rows / plans.chunks / local) * layer.expert_parameters / (plans.ep * plans.expert_tp)
     width = 2 * work.row_width + 3 * shape.expert_intermediate_size / plans.expert_tp
     moved = b * (plans.chunks * touched + rows * width)
-    once = rates.grouped_s(flops, moved, rows / plans.chunks / local)
+    share = 1.0 if fused.provider("experts") in PROVIDERS else KERNEL_PRODUCT_SHARE
+    once = rates.grouped_s(flops / share, moved, rows / plans.chunks / local)
     return once, once
 
 
-def _expert_rows(work: Workload, rates: Rates, fused: FusedProviders, rows: Array) -> Pair:
-    """Sort, gather, activation, weighting, combine: passes over R × H."""
+def _expert_rows(work: Workload, rates: Rates, fused: FusedProviders, rows: Array, tokens: Array) -> Pair:
+    """Sort, gather, activation, weighting, combine: passes over R × H; by a kernel b·H·(R + T), and its activation's
+    gradient over 6·R·I."""
     provider = fused.provider("experts")
-    forward, backward = ROW_PASSES.get(provider, (0, 0))
+    if provider not in ROW_PASSES:
+        summed = work.base_bytes * work.row_width * (rows + tokens)
+        gate = 6.0 * work.base_bytes * rows * work.profile.shape.expert_intermediate_size
+        return rates.traffic_s(summed), rates.traffic_s(summed + gate)
+    forward, backward = ROW_PASSES[provider]
     one = work.base_bytes * rows * work.row_width
     return rates.traffic_s(forward * one), rates.traffic_s(backward * one)

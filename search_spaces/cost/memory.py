@@ -78,7 +78,7 @@ def memory_of(work: Workload, cluster: ClusterSpec, plans: Plans, fused: FusedPr
         add_static(terms, work, cluster, plans, stage)
         add_gathers(terms, work, cluster, plans, stage)
         add_activations(terms, work, cluster, plans, stage, fused)
-        add_dispatch(terms, work, plans)
+        add_dispatch(terms, work, plans, fused)
         add_loss(terms, work, plans, stage, fused)
         add_first_gather(terms, work, plans, stage)
         reserves.append(_reserve(terms, work, cluster, plans))

@@ -23,9 +23,11 @@ from shardwright.search_spaces.cost.workload import LayerWork, Workload
 from shardwright.search_spaces.providers import PROVIDERS, loss_bytes
 
 
-def kept_bytes(work: Workload, layer: LayerWork, plans: Plans, fused: FusedProviders, tokens: Array) -> Array:
-    """What one layer of this kind keeps without checkpointing."""
-    rows = rows_of(work, plans, tokens, MEMORY_QUANTILE)
+def kept_bytes(
+    work: Workload, layer: LayerWork, plans: Plans, fused: FusedProviders, tokens: Array, *, summed: bool = False
+) -> Array:
+    """What one layer of this kind keeps without checkpointing; ``summed``: its share of what all layers keep."""
+    rows = rows_of(work, plans, tokens, MEMORY_QUANTILE, summed=summed)
     copies = activations.adapter_copies_bytes(work, layer, plans)
     return np.asarray(activations.layer_bytes(work, layer, tokens, rows, fused, plans.expert_tp) + copies)
 
@@ -40,7 +42,7 @@ def saved_activation_bytes(work: Workload, plans: Plans, fused: FusedProviders) 
     for layer, recomputed in zip(work.layers, plans.recomputed, strict=True):
         live = (layer.count - layer.silent) / layer.count
         whole = live * (layer.count - recomputed)
-        total = total + whole * kept_bytes(work, layer, plans, fused, tokens)
+        total = total + whole * kept_bytes(work, layer, plans, fused, tokens, summed=True)
         total = total + live * recomputed * activations.checkpoint_bytes(work, layer, fused, tokens)
         if layer.headless:
             total = total - np.where(recomputed < layer.count, _unreached(work, layer, plans, fused, tokens), 0.0)
@@ -119,16 +121,27 @@ def _gradients_in_backward(terms: Terms, work: Workload, plans: Plans, stage: St
     terms.add("gradients_in_backward", size, ("backward_peak",), formula)
 
 
-def add_dispatch(terms: Terms, work: Workload, plans: Plans) -> None:
-    """Rows on their way between EP ranks."""
-    if not any(layer.routed for layer in work.layers):
+def add_dispatch(terms: Terms, work: Workload, plans: Plans, fused: FusedProviders) -> None:
+    """Rows on their way between EP ranks, where they exceed the experts' own temporaries: the two never meet.
+
+    Experts start when what was sent is let go, and what travels leaves when their temporaries are gone.
+    """
+    routed = [layer for layer in work.layers if layer.routed]
+    if not routed:
         return
     tokens = plans.tokens(work.recipe.batch.sequence_tokens)
+    received = rows_of(work, plans, tokens, MEMORY_QUANTILE, padded=False)
     rows = rows_of(work, plans, tokens, MEMORY_QUANTILE)
     sent = tokens * work.profile.shape.experts_per_token
-    size = (sent + rows + rows / plans.chunks) * work.row_width * work.base_bytes
-    formula = "b·H·(T·K sent + R received + R/c_k of one chunk reordered by expert)"
-    terms.add("dispatch_buffers", np.where(plans.ep > 1, size, 0.0), PASSES, formula)
+    size = (sent + received + rows / plans.chunks) * work.row_width * work.base_bytes
+    formula = (
+        "b·H·(T·K sent + N received + R/c_k of one chunk grouped by expert, R with padding) beyond the experts' own"
+    )
+    forward = activations.routed_forward_bytes(work, rows, fused)
+    backward = np.min([activations.routed_backward_bytes(work, one, rows, fused, plans.expert_tp) for one in routed], 0)
+    apart = plans.ep > 1
+    terms.add("dispatch_buffers", apart * np.maximum(0.0, size - forward), ("forward_peak",), formula)
+    terms.add("gradient_buffers", apart * np.maximum(0.0, size - backward), ("backward_peak",), formula)
 
 
 def add_loss(terms: Terms, work: Workload, plans: Plans, stage: Stage, fused: FusedProviders) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from shardwright.schemas.cost import Moment
 from shardwright.schemas.ops import EvidenceOrigin
 from shardwright.search_spaces.cost.plans import Array, Plans
-from shardwright.search_spaces.cost.routing import routed_rows
+from shardwright.search_spaces.cost.routing import over_layers, routed_rows
 from shardwright.search_spaces.cost.workload import Workload
 
 ALL: tuple[Moment, ...] = ("load", "forward_peak", "loss", "backward_peak", "optimizer_step")
@@ -85,17 +85,30 @@ class Stage:
         return work.root_parameters * (self.embedding + self.head) / 2
 
 
-def rows_of(work: Workload, plans: Plans, tokens: Array, quantile: float | None = None) -> Array:
-    """Routed rows of the fullest rank in one micro-batch; times expert_tp, whose ranks compute all alike."""
+def rows_of(
+    work: Workload,
+    plans: Plans,
+    tokens: Array,
+    quantile: float | None = None,
+    *,
+    padded: bool = True,
+    summed: bool = False,
+) -> Array:
+    """Routed rows of the fullest rank in one micro-batch; times expert_tp, whose ranks compute all alike.
+
+    Args:
+        padded: with the plan's padding, as they are computed; without it, as they travel between ranks.
+        summed: of all layers together, a layer's share: measured loads of a rank even out over layers.
+    """
     shape = work.profile.shape
     rows = routed_rows(
         tokens,
         shape.experts_per_token,
         shape.num_experts,
         plans.ep,
-        plans.padding,
+        plans.padding if padded else 1,
         quantile,
-        work.loads,
+        over_layers(work.loads) if summed else work.loads,
         plans.balanced,
         plans.redundant,
         plans.chunks,

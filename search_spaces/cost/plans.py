@@ -20,7 +20,7 @@ Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 OFFLOADS = ("none", "adapter_optimizer", "activations", "frozen_experts")
-FORMATS = ("compute", "fp8", "mxfp4")
+FORMATS = ("compute", "fp8", "mxfp4", "int4")
 
 
 @dataclass(frozen=True)

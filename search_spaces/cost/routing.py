@@ -44,6 +44,12 @@ def placed_imbalance(loads: Loads, ep: int, balanced: bool, redundant: int) -> f
     return sum(_layer_imbalance(shares, ep, balanced, redundant) for shares in loads) / len(loads)
 
 
+@lru_cache(maxsize=256)
+def over_layers(loads: Loads) -> Loads:
+    """All layers as one: what a rank keeps of every layer evens out over them."""
+    return (tuple(sum(column) / len(loads) for column in zip(*loads, strict=True)),) if loads else ()
+
+
 def _layer_imbalance(shares: tuple[float, ...], ep: int, balanced: bool, redundant: int) -> float:
     each = len(shares) // ep
     if not balanced:

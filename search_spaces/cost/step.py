@@ -88,6 +88,7 @@ class Step:
         self.network = Network(self.cluster, self.calibration)
         self.tokens = plans.tokens(work.recipe.batch.sequence_tokens)
         self.rows = rows_of(work, plans, self.tokens)
+        self.travelling = rows_of(work, plans, self.tokens, padded=False)
         self.m = plans.accumulation
         self.stage = plans.stage_share(work.profile.shape.num_layers)
         self.launching_s = np.zeros(len(plans))
@@ -110,7 +111,7 @@ class Step:
         weight_gathers(self, layers)
         expert_exchanges(self, layers)
         tensor_parallel(self)
-        context_parallel(self, layers)
+        context_parallel(self)
         host_copies(self, layers)
         pipeline(self)
         adapter_gradients(self)
@@ -127,13 +128,9 @@ class Step:
         scale = self.m * self.stage
         return (scale * (layer.count - again), False), (scale * again, True)
 
-    def stretch(self, compute_s: Array, launches: float) -> Array:
-        """How much longer a pass takes than its kernels because launching bounds it."""
-        return 1 + self.wait_s(compute_s, launches) / np.maximum(compute_s, 1e-12)
-
     def wait_s(self, compute_s: Array, launches: Array | float) -> Array:
         """Launch time of a pass: on an accelerator what its kernels do not cover, on a CPU all of it."""
-        seconds = np.asarray(launches * self.rates.launch_s)
+        seconds = np.asarray(launches * self.rates.host_launch_s)
         if self.cluster.device.type == "cpu":
             return np.broadcast_to(seconds, np.shape(compute_s))
         return np.maximum(0.0, seconds - compute_s)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardwright.search_spaces.cost.communication import group
-from shardwright.search_spaces.cost.context import exchanged_bytes, passes_in_ring
+from shardwright.search_spaces.cost.context import exchanged_bytes
 from shardwright.search_spaces.cost.formats import expert_bytes
 from shardwright.search_spaces.cost.memory_activations import saved_activation_bytes
 from shardwright.search_spaces.cost.overlap import split_s
@@ -35,28 +35,20 @@ def tensor_parallel(step: Step) -> None:
     step.add("tensor_parallel", seconds, "exposed_communication", formula, step.network.origin("all_gather"))
 
 
-def context_parallel(step: Step, layers: list[LayerTime]) -> None:
-    """What the ranks of a sequence pass on: around a ring behind attention, or gathered before it."""
+def context_parallel(step: Step) -> None:
+    """What the ranks of a sequence gather before attention, and reduce the gradients of."""
     plans = step.plans
     if not np.any(plans.cp > 1):
         return
     ranks = group(plans.cp, plans.tp, domain_devices(step.cluster))
-    gathered, exposed, covered = (np.zeros(len(plans)) for _ in range(3))
-    for position, (layer, time) in enumerate(zip(step.work.layers, layers, strict=True)):
+    gathered = np.zeros(len(plans))
+    for position, layer in enumerate(step.work.layers):
         sizes = exchanged_bytes(step.work, layer, plans, step.tokens)
-        passes = [(step.network.all_gather_s(one, ranks), time.terms["attention"][i]) for i, one in enumerate(sizes)]
+        forward, backward = (step.network.all_gather_s(one, ranks) for one in sizes)
         for count, again in step.counts(position, layer):
-            for times, (exchange, compute) in zip((2 if again else 1, 1), passes, strict=True):
-                if passes_in_ring(step.work, layer):
-                    shown, behind = split_s(exchange, compute, step.cluster, 1)
-                    exposed, covered = exposed + count * times * shown, covered + count * times * behind
-                else:
-                    gathered = gathered + count * times * exchange
-    origin = step.network.origin("all_gather")
-    formula = "compressed keys and values, or states [N | M] of all pieces, before attention"
-    step.add("context_gathers", gathered, "exposed_communication", formula, origin)
-    step.add("context_ring", exposed, "exposed_communication", "keys and values around the ring; not hidden", origin)
-    step.add("context_ring_hidden", covered, "hidden_communication", "keys and values behind attention", origin)
+            gathered = gathered + count * ((2 if again else 1) * forward + backward)
+    formula = "keys and values, compressed ones, or states [N | M] of all pieces, before attention; their gradients"
+    step.add("context_gathers", gathered, "exposed_communication", formula, step.network.origin("all_gather"))
 
 
 def host_copies(step: Step, layers: list[LayerTime]) -> None:

@@ -17,8 +17,9 @@ from shardwright.search_spaces.cost.communication import (
     replica_group,
     shard_group,
 )
+from shardwright.search_spaces.cost.host import waits
 from shardwright.search_spaces.cost.memory_weights import adapter_shard, gathered_layer_bytes, gathered_root_bytes
-from shardwright.search_spaces.cost.overlap import SLOWDOWN, split_s
+from shardwright.search_spaces.cost.overlap import split_s
 from shardwright.search_spaces.cost.plans import Array
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
 
@@ -42,16 +43,16 @@ def weight_gathers(step: Step, layers: list[LayerTime]) -> None:
         again_s = np.where(plans.reshard, np.where(plans.node_scope, near, far), 0.0)
         copy = step.rates.gather_copies_s(dense_bytes + expert_bytes_)
         first = np.where(first > 0, first, far)
-        forward = one.forward + step.wait_s(one.forward, one.launches[0])
-        backward = one.backward + step.wait_s(one.backward, one.launches[1])
+        host = waits(step, one, layer.routed)
+        forward, backward = one.forward + host.forward, one.backward + host.backward
         for count, again in step.counts(position, layer):
             copies = copies + count * copy * np.where(plans.reshard, 2.0, 1.0)
             for gather, compute in ((far, forward), (again_s, backward + forward if again else backward)):
-                shown, covered = split_s(gather, compute, step.cluster, plans.prefetch)
+                shown, covered = split_s(gather, compute, step.cluster, plans.prefetch, step.rates.slowdown)
                 exposed, hidden = exposed + count * shown, hidden + count * covered
                 gathering, computing = gathering + count * gather, computing + count * compute
     covered = np.minimum(gathering, computing)
-    exposed = np.where(pooled, gathering - covered + (SLOWDOWN - 1) * covered, exposed)
+    exposed = np.where(pooled, gathering - covered + (step.rates.slowdown - 1) * covered, exposed)
     hidden = np.where(pooled, covered, hidden)
     root_bytes = gathered_root_bytes(step.work, plans)
     root = step.network.all_gather_s(root_bytes, dense)
@@ -78,7 +79,7 @@ def expert_exchanges(step: Step, layers: list[LayerTime]) -> None:
     ep = expert_group(plans, step.cluster)
     if not np.any(plans.ep > 1):
         return
-    sent = step.rows * step.work.row_width * step.work.base_bytes / plans.chunks
+    sent = exchanged_bytes(step.work, step.travelling) / plans.chunks
     plain = step.network.all_to_all_s(sent, ep)
     spread = step.network.hierarchical_exchange_s(sent, ep, shape.num_experts, shape.experts_per_token)
     one = np.where(plans.hierarchical, np.minimum(spread, plain), plain)
@@ -86,22 +87,30 @@ def expert_exchanges(step: Step, layers: list[LayerTime]) -> None:
     for position, (layer, time) in enumerate(zip(step.work.layers, layers, strict=True)):
         if not layer.routed:
             continue
-        forward, backward = (
-            (time.terms["experts"][i] + time.terms["expert_rows"][i]) * step.stretch(spent, time.launches[i])
-            for i, spent in enumerate((time.forward, time.backward))
-        )
+        forward, backward = (time.terms["experts"][i] + time.terms["expert_rows"][i] for i in (0, 1))
+        host = waits(step, time, layer.routed)
         beside = [plans.shared * shared_share(step.work, layer) * spent for spent in time.terms["dense_linears"]]
         for count, again in step.counts(position, layer):
-            for passes, compute, shared in ((2 if again else 1, forward, beside[0]), (1, backward, beside[1])):
+            for passes, compute, shared, idle in (
+                (2 if again else 1, forward, beside[0], host.forward),
+                (1, backward, beside[1], host.backward),
+            ):
                 exchange = 2 * plans.chunks * one
                 behind = (1 - 1 / plans.chunks) * np.minimum(exchange, compute) + np.minimum(one, shared)
-                shown = exchange - behind + (SLOWDOWN - 1) * behind
-                exposed, hidden = exposed + count * passes * shown, hidden + count * passes * behind
+                unhurried = np.maximum(0.0, np.minimum(exchange, idle) - behind)
+                shown = exchange - behind - unhurried + (step.rates.slowdown - 1) * behind
+                exposed, hidden = exposed + count * passes * shown, hidden + count * passes * (behind + unhurried)
     origin = step.network.origin("all_to_all")
-    formula = "4 exchanges of R·H·b bytes per MoE layer and micro-batch, 6 where it is recomputed"
+    formula = "4 exchanges of N·H·b bytes per MoE layer and micro-batch, 6 where it is recomputed; N without padding"
     step.add("expert_all_to_all", exposed, "exposed_communication", formula, origin)
-    formula = "chunks of an exchange behind the products of the chunk before; a dispatch behind the shared expert"
+    formula = "chunks of an exchange behind the products of the chunk before; a dispatch behind the shared expert; "
+    formula += "what the device would wait for the host"
     step.add("expert_all_to_all_hidden", hidden, "hidden_communication", formula, origin)
+
+
+def exchanged_bytes(work: Workload, rows: Array) -> Array:
+    """Bytes of one exchange of a micro-batch: routed rows of expert width, to their experts or back."""
+    return rows * work.row_width * work.base_bytes
 
 
 def shared_share(work: Workload, layer: LayerWork) -> float:

@@ -171,7 +171,7 @@ def workload(profile: CheckpointProfile, recipe: Recipe, targets: Sequence[LoraT
         for kind in profile.layer_kinds
     )
     inside = sum(layer.kind.parameters * layer.count for layer in layers)
-    adapter_dense = sum(t.adapter_parameters for t in targets if not _routed(t))
+    adapter_dense = sum(t.adapter_parameters for t in targets if not _of_experts(t))
     return Workload(
         profile=profile,
         recipe=recipe,
@@ -209,6 +209,11 @@ def _routed(target: LoraTarget) -> bool:
     return target.kind == "experts" or target.role == "experts"
 
 
+def _of_experts(target: LoraTarget) -> bool:
+    """Whether its adapter is cut with the experts. A pair that they share lies with the dense weights."""
+    return _routed(target) and not target.shared
+
+
 def _adapters(targets: list[LoraTarget], layers: int, experts: int) -> Adapters:
     """Sums over the targets of ``layers`` layers, per layer.
 
@@ -235,8 +240,8 @@ def _adapters(targets: list[LoraTarget], layers: int, experts: int) -> Adapters:
         return total([share(t) * (t.in_features + 2 * t.rank + 3 * t.out_features) for t in group])
 
     return Adapters(
-        dense_parameters=total([t.adapter_parameters for t in dense]),
-        expert_parameters=total([t.adapter_parameters for t in stacks]),
+        dense_parameters=total([t.adapter_parameters for t in targets if not _of_experts(t)]),
+        expert_parameters=total([t.adapter_parameters for t in targets if _of_experts(t)]),
         dense_ranks=ranks(dense),
         expert_ranks=ranks(stacks),
         dense_traffic=traffic(dense),

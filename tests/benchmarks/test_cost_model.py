@@ -39,6 +39,17 @@ def test_shares_follow_from_the_errors(tmp_path: Path) -> None:
     assert found["cost/time"]["mean_abs_pct"] == pytest.approx(100 * (1 - 1 / 1.1) / 2, abs=1e-3)
 
 
+def test_a_feasible_point_that_ran_out_of_memory_is_counted(tmp_path: Path) -> None:
+    case = "qwen3-30b-2layers/attention/t4096/b1/full/eager"
+    (tmp_path / "a.jsonl").write_text(line(case, out_of_memory=1.0).model_dump_json() + "\n")
+    ((lost, report),), _ = cost_model.own_points(tmp_path)
+    assert report.feasible and cost_model.own_metrics([(lost, report)]) == {}
+    whole = line(case, peak_bytes=float(report.memory.peak_bytes))
+    found = cost_model.own_metrics([(lost, report), (whole, report)])
+    assert found["cost/memory"]["feasible_out_of_memory"] == 1 and found["cost/memory"]["points"] == 1
+    assert cost_model.own_rows([(lost, report)]) == ([], [])
+
+
 def test_unknown_cases_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(line("other/attention/t1/b1/full", peak_bytes=1.0).model_dump_json() + "\n")
     assert cost_model.own_points(tmp_path) == ([], ["other/attention/t1/b1/full"])
@@ -52,3 +63,12 @@ def test_whole_training_steps_are_points(tmp_path: Path) -> None:
     for measured, report in whole:
         assert report.memory.peak_bytes == pytest.approx(measured.metrics["peak_bytes"], rel=0.03)
         assert cost_model.as_point(measured) == measured
+
+
+def test_no_plan_called_feasible_runs_out_of_memory() -> None:
+    """Of all measured points: what is planned for a rank covers what it needed, and none that fits ran out."""
+    points, _ = cost_model.own_points()
+    assert points
+    assert [one.case for one, report in points if report.feasible and "out_of_memory" in one.metrics] == []
+    for measured, report in cost_model.ended(points):
+        assert report.memory.reserved_bytes >= measured.metrics["peak_bytes"], measured.case

@@ -33,6 +33,40 @@ def test_points_of_one_model_stand_together() -> None:
     assert sum(a != b for a, b in itertools.pairwise(order)) == len(set(order)) - 1
 
 
+def test_a_run_that_is_cut_short_has_seen_every_kind() -> None:
+    """The first half of the time: every model, eager and fused, both ways of checkpointing."""
+    found = shapes.points()
+    early = found[: len(found) * 6 // 10]
+    assert {(p.model, p.executor) for p in early} == {(p.model, p.executor) for p in found}
+    assert {(p.executor, p.how) for p in early} == {(p.executor, p.how) for p in found}
+
+
+def test_a_point_that_fails_says_so_and_the_next_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = [point for point in shapes.tiny_points() if point.model == "qwen3-30b"][:3]
+    problems = iter([torch.OutOfMemoryError("too little"), ValueError("odd"), None])
+    measured = cost_points.measure
+
+    def measure(*args: object) -> dict[str, float]:
+        if (problem := next(problems)) is not None:
+            raise problem
+        return measured(*args)
+
+    monkeypatch.setattr(cost_points, "measure", measure)
+    lines = list(cost_points.run(chosen, torch.float32, 60.0, 60.0, 1))
+    assert [set(line.metrics) & {"out_of_memory", "failed", "step_ms"} for line in lines] == [
+        {"out_of_memory"}, {"failed"}, {"step_ms"}
+    ]  # fmt: skip
+
+
+def test_what_is_predicted_fused_is_what_the_model_installs() -> None:
+    """The modules that the cost model is told of carry a switch in the model that is stepped, and no others."""
+    for point in (p for p in shapes.tiny_points(fused=True) if p.executor == "fused"):
+        what = points_model.described(point)
+        live = points_model.live_model(point, torch.float32)
+        switched = {name for name, module in live.model.named_modules() if "forward" in vars(module)}
+        assert switched == {name for decision in what.fusions for name in decision.modules}, point.case
+
+
 def test_a_miniature_is_measured() -> None:
     chosen = [point for point in shapes.tiny_points() if point.model == "qwen3-30b"][2:]
     lines = list(cost_points.run(chosen, torch.float32, 60.0, 60.0))

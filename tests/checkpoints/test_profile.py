@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardwright.checkpoints.profile import profile_checkpoint
 from shardwright.schemas.canonical import canonical_bytes
@@ -168,6 +169,65 @@ def test_a_tied_head_that_is_stored_all_the_same_counts_once(save_tiny: Any) -> 
     assert counts.total == 171_200
     assert counts.active.without_input_embedding == counts.active.all
     assert counts.active.without_embeddings == counts.active.all - 256 * 64
+
+
+def saved(folder: Path, config: Any) -> Any:
+    """A tiny model of a configuration, saved; the model."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return model
+
+
+def test_experts_in_one_matrix_with_sizes_in_groups_of_their_own(tmp_path: Path) -> None:
+    """DBRX: ``ffn_config`` and ``attn_config``; three matrices ``[E·I, H]``."""
+    from transformers import DbrxConfig
+
+    ffn = {"ffn_hidden_size": 40, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}
+    config = DbrxConfig(
+        d_model=32, n_heads=4, n_layers=2, vocab_size=64, max_seq_len=128, ffn_config=ffn,
+        attn_config={"kv_n_heads": 2, "rope_theta": 1e4},
+    )  # fmt: skip
+    model = saved(tmp_path, config)
+    profile = profile_checkpoint(tmp_path)
+    total, routed = sum(p.numel() for p in model.parameters()), 2 * 3 * 4 * 40 * 32
+    assert (profile.parameters.total, profile.parameters.by_component["routed_experts"]) == (total, routed)
+    assert profile.parameters.active.all == total - routed // 2
+    shape = profile.shape
+    assert (shape.num_experts, shape.experts_per_token, shape.expert_intermediate_size) == (4, 2, 40)
+    assert (shape.num_key_value_heads, shape.max_position_tokens, shape.expert_stacks) == (2, 128, False)
+    assert [(kind.mlp, kind.expert_parameters) for kind in profile.layer_kinds] == [("moe", routed // 2)]
+
+
+@pytest.mark.parametrize("routed", [True, False])
+def test_experts_of_one_neuron_are_routed_where_there_are_any(tmp_path: Path, routed: bool) -> None:
+    """Doge: two tables ``[E, H]`` beside a dense MLP; its configuration names experts even where it has none."""
+    from transformers import DogeConfig
+
+    config = DogeConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, num_experts=16,
+        num_experts_per_tok=4, is_moe=routed,
+    )  # fmt: skip
+    model = saved(tmp_path, config)
+    profile = profile_checkpoint(tmp_path)
+    total, tables = sum(p.numel() for p in model.parameters()), 2 * 2 * 16 * 32 if routed else 0
+    by = profile.parameters.by_component
+    assert (profile.parameters.total, by.get("routed_experts", 0)) == (total, tables)
+    assert by.get("router", 0) == (2 * 8 * 32 if routed else 0) and by["dense_mlp"] == 2 * 3 * 48 * 32
+    assert profile.parameters.active.all == total - tables * 12 // 16
+    shape = profile.shape
+    assert (shape.num_experts, shape.expert_stacks) == ((16, False) if routed else (0, True))
+    assert (shape.dense_intermediate_size, shape.expert_intermediate_size) == (48, 1 if routed else 0)
+    assert [kind.mlp for kind in profile.layer_kinds] == ["moe" if routed else "dense"]
+
+
+def test_a_speech_generator_is_no_part_of_the_language_model() -> None:
+    from shardwright.checkpoints.components import component_of
+
+    assert component_of("talker.model.layers.0.mlp.experts.gate_up_proj", 3) == "vision"
+    assert component_of("code2wav.pre_transformer.layers.0.self_attn.q_proj.weight", 2) == "vision"
+    assert component_of("thinker.model.layers.0.mlp.experts.gate_up_proj", 3) == "routed_experts"
 
 
 def test_a4_scales_and_packed_bytes_are_not_parameters(published: Any, tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ def test_e2_a_target_that_matches_nothing_is_named(shapes: Shapes) -> None:
     with pytest.raises(LegalityError) as caught:
         resolve(shapes, "attention", rank_pattern={"*.down": 4})
     assert caught.value.code == "legality/rank-pattern-matches-nothing"
+    with pytest.raises(LegalityError, match=r"the nearest names are gate_up_proj, "):
+        resolve(shapes, "attention", "up_projj")
 
 
 def test_e3_true_ranks_and_counts(shapes: Shapes) -> None:
@@ -73,6 +75,18 @@ def test_e4_dropout_on_experts_is_refused(shapes: Shapes) -> None:
         resolve(shapes, "experts", dropout=0.05)
     assert caught.value.code == "recipe/expert-dropout"
     assert resolve(shapes, "attention", dropout=0.05)
+
+
+def test_one_pair_for_all_experts_of_a_stack(shapes: Shapes) -> None:
+    """A pair of the same rank and sizes, counted once; dense targets are what they were."""
+    each, shared = resolve(shapes, "attention", "experts"), resolve(shapes, "attention", "experts", experts="shared")
+    dense = trainable(tuple(t for t in each if t.kind == "dense"))
+    assert trainable(shared) - dense == (trainable(each) - dense) // 4
+    assert [t.model_copy(update={"shared": False}) for t in shared] == list(each)
+    assert {t.pairs for t in shared} == {1} and {t.pairs for t in each if t.kind == "experts"} == {4}
+    with pytest.raises(LegalityError) as caught:
+        resolve(shapes, "attention", experts="shared")
+    assert caught.value.code == "legality/shared-matches-nothing" and "4" not in caught.value.next_action
 
 
 def test_e5_ungated_experts() -> None:

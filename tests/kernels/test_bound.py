@@ -39,6 +39,7 @@ SHAPES: dict[str, Shape] = {
     "grouped_lora_mlp": {"R": 30, "E": 4, "H": 72, "I": 40},
     "moe_layer": {"T": 40, "K": 3, "E": 5, "H": 72, "I": 40},
     "packed_experts": {"R": 30, "E": 4, "H": 128, "I": 64},
+    "short_conv": {"T": 70, "C": 40, "J": 4, "docs": 3},
 }
 
 

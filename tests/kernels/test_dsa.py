@@ -29,8 +29,11 @@ if INTERPRETED:
 
 from shardwright.kernels.dsa import cases, crossover  # noqa: E402
 from shardwright.kernels.dsa.attention.choose import read_times  # noqa: E402
+from shardwright.kernels.dsa.op import latent_attention  # noqa: E402
+from shardwright.kernels.dsa.reference import latent_attention_reference  # noqa: E402
 from shardwright.kernels.dsa.up_projection import Adapter, UpProjection  # noqa: E402
-from shardwright.kernels.verify import verify_case  # noqa: E402
+from shardwright.kernels.registry import OPERATORS  # noqa: E402
+from shardwright.kernels.verify import relative_error, verify_case  # noqa: E402
 from shardwright.schemas.bench import BenchLine  # noqa: E402
 
 H, N, V, C, RANK = 3, 4, 5, 7, 2
@@ -59,6 +62,40 @@ def test_bad_input_is_refused_with_its_code(bad: Any) -> None:
     with pytest.raises(KernelError) as caught:
         bad.call()
     assert caught.value.code == f"kernel/{bad.code}"
+
+
+@inside
+@pytest.mark.parametrize("chosen", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_layer_that_rotates_nothing_through_the_front_door(chosen: bool, gated: bool) -> None:
+    """Kimi K3's form: no rotated parts, selected keys or all, gate on and off; outputs and gradients against fp64."""
+    T, shapes = 6, ((6, H, 8), (6, 16), (H * 16, 16), *(((6, H, 8),) if gated else ()))
+    leaves = [normal(*shape, seed=at).detach().float().requires_grad_() for at, shape in enumerate(shapes)]
+    index = torch.tensor([[t, -1] if t == 0 else [0, t] for t in range(T)], dtype=torch.int32) if chosen else None
+    bounds = torch.tensor([[0, t + 1] for t in range(T)], dtype=torch.int32)
+
+    def call(function: Any, q: Tensor, latent: Tensor, weight: Tensor, *gate: Tensor, **more: Any) -> Any:
+        up = UpProjection(weight, H, 8, 8)
+        return function(q, None, latent, None, up, index, *gate, scale=0.3, **more)
+
+    o, _ = call(latent_attention, *leaves, bounds=bounds if chosen else None)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    exact = call(latent_attention_reference, *wide, bounds=bounds)
+    dy = normal(*o.shape, seed=9).detach()
+    found = [o.detach(), *torch.autograd.grad(o, leaves, dy.float())]
+    truth = [exact.detach(), *torch.autograd.grad(exact, wide, dy)]
+    assert max(relative_error(a, b) for a, b in zip(found, truth, strict=True)) < 2e-6
+
+
+@outside
+def test_the_registered_cost_knows_dense_attention_too() -> None:
+    """No selection: all pairs up to the query, keys of plain and rotated width, one pass of the gate."""
+    T, b = 1000, 2
+    found = OPERATORS["dsa"].load_cost()(T, 8, "bfloat16", N=0, D=0, K=0, V=512, R=64, A=128, B=96)
+    assert found.forward.flops == 2 * sum(range(1, T + 1)) * 8 * (128 + 64 + 96)
+    assert found.forward.bytes_written == 2 * T * 8 * 96 * b and found.shape == {"T": T, "H": 8, "D": 192, "V": 96}
+    few = OPERATORS["dsa"].load_cost()(T, 8, "bfloat16", N=0, D=0, K=64, V=512, R=64, A=128, B=96)
+    assert few.shape["K"] == 64 and few.forward.flops < found.forward.flops
 
 
 def normal(*shape: int, seed: int) -> Tensor:

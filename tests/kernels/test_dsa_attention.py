@@ -162,6 +162,28 @@ def test_b7_sizes_beside_the_tile(K: int) -> None:
 
 
 @inside
+@pytest.mark.parametrize("gate_kind", ["", "head", "value"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_layer_that_rotates_nothing(gate_kind: str, deterministic: bool) -> None:
+    """No rotated parts: outputs and every gradient are those of the plain columns alone, holes and early rows too."""
+    leaves = [latents()[0], latents()[2]]
+    index = picked([[t, -1, 8] if t else [0, -1, -1] for t in range(T)])
+    shapes = {"": [], "head": [(T, H)], "value": [(T, H, V)]}[gate_kind]
+    leaves += [normal(*shape, seed=9).requires_grad_() for shape in shapes]
+
+    def call(function: Any, q: Tensor, latent: Tensor, *gate: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+        return function(q, None, latent, None, index, *gate, scale=SCALE, **more)
+
+    found = gradients(lambda *x: call(dsa_attention, *x, deterministic=deterministic), leaves)
+    exact = gradients(lambda *x: call(dsa_attention_reference, *x), widened(leaves))
+    assert max(relative_error(a, b) for a, b in zip(found, exact, strict=True)) < 2e-6
+    rows = latents()
+    rotated = [torch.zeros_like(rows[1]), torch.zeros_like(rows[3])]
+    padded = dsa_attention(leaves[0], rotated[0], leaves[1], rotated[1], index, *leaves[2:], scale=SCALE)
+    torch.testing.assert_close(padded[0].detach(), found[0], rtol=1e-6, atol=1e-6)
+
+
+@inside
 @pytest.mark.parametrize("sink", [2e38, float("inf")])
 def test_b7_a_sink_that_owns_all_mass(sink: float) -> None:
     sinks = torch.full((H,), sink).requires_grad_()
@@ -344,6 +366,33 @@ def test_fake_tensors_have_the_shapes_of_real_ones() -> None:
         found = torch.autograd.grad(o, [*leaves, gate], torch.empty_like(o))
     assert o.shape == (5, 4, V) and lse.shape == (5, 4) and lse.dtype == torch.float32 and not lse.requires_grad
     assert [g.shape for g in found] == [leaf.shape for leaf in (*leaves, gate)]
+
+
+@outside
+@pytest.mark.parametrize(
+    ("H", "width", "forward", "backward"),
+    [
+        (64, 512, ["hopper_forward"], ["prepare", "permute", "hopper_backward"]),
+        (96, 512, ["forward"], ["prepare", "shares", "queries", "contributions"]),
+        (64, 256, ["forward"], ["prepare", "shares", "queries", "contributions"]),
+    ],
+)
+def test_without_rotated_parts_hoppers_kernels_read_zeros(
+    H: int, width: int, forward: list[str], backward: list[str]
+) -> None:
+    """Their tiles are 512 + 64 columns; elsewhere the portable kernels take the plain columns alone."""
+    leaves = [meta((64, H, width), learns=True), meta((64, width), learns=True)]
+    first: list[str] = []
+    second: list[str] = []
+    with recorded(log=first):
+        o, _ = dsa_attention(
+            leaves[0], None, leaves[1], None, meta((64, 32), torch.int32), scale=SCALE, deterministic=False
+        )
+    with recorded(log=second):
+        found = torch.autograd.grad(o, leaves, torch.empty_like(o))
+    assert [name.removesuffix("_kernel") for name in first] == forward
+    assert [name.removesuffix("_kernel") for name in dict.fromkeys(second)] == backward
+    assert [g.shape for g in found] == [leaf.shape for leaf in leaves]
 
 
 @outside

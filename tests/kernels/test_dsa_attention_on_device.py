@@ -70,6 +70,25 @@ def test_values_and_gradients(hopper: bool, gate: str, sinks: bool, kind: int, d
         assert relative_error(value, truth) <= 1.25 * relative_error(plain, truth) + 1e-6
 
 
+@pytest.mark.parametrize(("heads", "deterministic"), [(64, False), (64, True), (96, False)])
+def test_a_layer_that_rotates_nothing(heads: int, deterministic: bool) -> None:
+    """Hopper's kernels read zeros in place of rotated parts; 96 heads go to the portable ones, 512 columns wide."""
+    shape = {"T": T, "H": heads, "S": S, "K": 48, "V": 512, "R": 64}
+    q, _, latent, _, index = inputs.latent_inputs(shape, torch.bfloat16, "cuda", 3)
+
+    def run(call: Any, given: list[Tensor], **more: Any) -> list[Tensor]:
+        own = [x.detach().clone().requires_grad_() for x in given]
+        o, _ = call(own[0], None, own[1], None, index, scale=0.04, **more)
+        return [o.detach(), *torch.autograd.grad(o, own, inputs.draw((T, heads, 512), torch.bfloat16, "cuda", 4).to(o))]
+
+    with poisoned_memory():
+        found = run(dsa_attention, [q, latent], deterministic=deterministic)
+    eager = run(dsa_attention_reference, [q, latent])
+    exact = run(dsa_attention_reference, [q.double(), latent.double()])
+    for value, plain, truth in zip(found, eager, exact, strict=True):
+        assert relative_error(value, truth) <= 1.25 * relative_error(plain, truth) + 1e-6
+
+
 @pytest.mark.parametrize("B", [8, 16, 32, 64])
 def test_blocks_of_keys(B: int) -> None:
     shape = {"T": T, "H": H, "S": S, "K": 2, "V": 512, "R": 64}

@@ -27,9 +27,11 @@ from shardwright.kernels.dsa.indexer.op import default_scale, dsa_indexer  # noq
 from shardwright.kernels.dsa.kl import cases, configs, contract  # noqa: E402
 from shardwright.kernels.dsa.kl.cost import cost  # noqa: E402
 from shardwright.kernels.dsa.kl.op import dsa_kl, factors  # noqa: E402
+from shardwright.kernels.dsa.kl.pooled import dsa_pooled_kl  # noqa: E402
 from shardwright.kernels.dsa.kl.reference import (  # noqa: E402
     attention_lse,
     dsa_kl_reference,
+    dsa_pooled_kl_reference,
     kl_rows_reference,
     target_reference,
 )
@@ -168,6 +170,16 @@ def test_layers_that_share_a_selection_add_their_losses() -> None:
 
 
 @inside
+def test_a_key_that_stands_twice_counts_twice_on_both_sides() -> None:
+    made = problem(6)
+    indices = torch.tensor([[0, -1, -1], [1, 0, 1], [2, 2, -1], [3, 0, 1], [4, 3, 4], [5, 5, 5]], dtype=torch.int32)
+    pair = both(made, attention_lse(*made[3:], indices, FLAT), indices)
+    assert near(pair) and float(pair[0][0]) > 0
+    once = torch.tensor([[0, -1], [1, 0]] + [[t, 0] for t in range(2, 6)], dtype=torch.int32)
+    assert not near((pair[0], both(made, attention_lse(*made[3:], once, FLAT), once)[1]), 1e-3)
+
+
+@inside
 def test_incoming_gradients_scale() -> None:
     """Three quarters of a mean over 12 queries: factors that are no powers of two."""
     made = problem(12)
@@ -203,6 +215,84 @@ def test_traced_and_plain_calls_agree() -> None:
         traced = run()
     assert any("dsa_kl_forward" in name for name in watch.seen)
     assert all(torch.equal(a, b) for a, b in zip(plain, traced, strict=True))
+
+
+def pools_problem(T: int, P: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Indexer and attention, lse over pools and begun ones, two chosen pools a query, and their tokens."""
+    q, _, weights, q_main, k_main = problem(T)
+    keys = normal(T // P, 16, seed=9)
+    whole = (torch.arange(T) + 1) // P
+    chosen = torch.stack((whole - 1, torch.where(whole > 1, 0, -1)), 1).clamp_min(-1).to(torch.int32)
+    tokens = chosen[..., None] * P + torch.arange(P)
+    tokens = torch.where(chosen[..., None] >= 0, tokens, -1).flatten(1).to(torch.int32)
+    own = torch.arange(T, dtype=torch.int32)[:, None]
+    lse = attention_lse(q_main, k_main, torch.cat((tokens, torch.where(whole[:, None] * P <= own, own, -1)), 1), FLAT)
+    return (q, keys, weights, q_main, k_main), lse, chosen, tokens
+
+
+def pools_near(P: int, deterministic: bool, T: int = 11) -> list[torch.Tensor]:
+    made, lse, chosen, tokens = pools_problem(T, P)
+    leaves = [x.clone().requires_grad_() for x in made[:3]]
+    rest = (lse, chosen, tokens)
+    loss = dsa_pooled_kl(*leaves, *made[3:], *rest, attention_scale=FLAT, deterministic=deterministic)
+    wide = [x.double().requires_grad_() for x in made[:3]]
+    teacher = (*(x.double() for x in made[3:]), lse.double(), chosen, tokens)
+    exact = dsa_pooled_kl_reference(*wide, *teacher, scale=default_scale(made[0]), attention_scale=FLAT)
+    found = [loss, *torch.autograd.grad(loss, leaves)]
+    assert near((found, [exact, *torch.autograd.grad(exact, wide)])) and float(exact) > 0.01
+    return [x.detach() for x in found]
+
+
+@inside
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_indexer_of_pools_learns_the_attention_of_their_tokens(
+    monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    """Loss, dq, dk of the pools, dw against fp64, with rows of no pool, of one, of two; three queries at a time too."""
+    whole = pools_near(4, deterministic)
+    assert whole[1][:3].eq(0).all(), "the first three queries see no whole pool"
+    monkeypatch.setattr(configs, "ROW_BYTES", 3 * 4 * 8)
+    assert configs.chunk_rows(11, 8) == 3
+    assert all(torch.equal(a, b) for a, b in zip(pools_near(4, True), pools_near(4, True), strict=True))
+
+
+@outside
+def test_the_loss_of_pools_is_traced_by_shapes_alone() -> None:
+    (q, keys, weights, *main), lse, chosen, tokens = pools_problem(8, 4)
+    leaves = [x.to("meta").requires_grad_() for x in (q, keys, weights)]
+    rest = [x.to("meta") for x in (*main, lse, chosen, tokens)]
+    loss = dsa_pooled_kl(*leaves, *rest, attention_scale=FLAT)
+    assert loss.shape == () and [g.shape for g in torch.autograd.grad(loss, leaves)] == [x.shape for x in leaves]
+
+
+@inside
+def test_pools_of_one_key_are_keys() -> None:
+    made = problem(7)
+    indices = dsa_indexer(*made[:3], top_k=3)
+    lse = attention_lse(*made[3:], indices, FLAT)
+    leaves = [x.clone().requires_grad_() for x in made[:3]]
+    loss = dsa_pooled_kl(*leaves, *made[3:], lse, indices, indices, attention_scale=FLAT)
+    found = [loss, *torch.autograd.grad(loss, leaves)]
+    assert near((found, both(made, lse, indices)[1]))
+
+
+@inside
+def test_pools_that_do_not_fit_are_refused() -> None:
+    (q, keys, weights, *main), lse, chosen, tokens = pools_problem(8, 4)
+
+    def code(**changed: torch.Tensor) -> str:
+        given = {"q": q, "keys": keys, "chosen": chosen, "tokens": tokens, **changed}
+        with pytest.raises(KernelError) as caught:
+            dsa_pooled_kl(
+                given["q"], given["keys"], weights, *main, lse, given["chosen"], given["tokens"], attention_scale=FLAT
+            )
+        return caught.value.code
+
+    assert code(tokens=tokens[:, :7].contiguous()) == "kernel/bad-pools"
+    assert code(keys=normal(9, 16)) == "kernel/bad-pools"
+    assert code(tokens=tokens[:4].contiguous()) == "kernel/wrong-shape"
+    assert code(chosen=torch.where(chosen == 0, 99, chosen)) == "kernel/index-out-of-range"
+    assert code(q=q * float("nan")) == "kernel/nan-scores"
 
 
 def test_a_mean_is_split_without_loss() -> None:

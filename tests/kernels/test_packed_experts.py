@@ -14,8 +14,9 @@ pytest.importorskip("triton", reason="kernels need triton")
 
 from shardwright.checkpoints.packing import fp8_block, mxfp4_codec
 from shardwright.kernels.grouped_lora_mlp.op import Adapter
+from shardwright.kernels.grouped_lora_mlp.reference import activate_reference
 from shardwright.kernels.launched import meta, recorded
-from shardwright.kernels.packed_experts import configs, contract, rivals, workspace
+from shardwright.kernels.packed_experts import biased_cases, configs, contract, rivals, workspace
 from shardwright.kernels.packed_experts.cases import SITU, SMALL, counts, stack
 from shardwright.kernels.packed_experts.cost import STORED, cost
 from shardwright.kernels.packed_experts.op import packed_experts
@@ -52,15 +53,28 @@ def test_a_stack_decodes_as_the_checkpoint_codec_does() -> None:
     assert torch.equal(dequantise_reference(fp8_stack(values, scales)), fp8_block.decode(values, scales))
 
 
-def test_the_rival_decodes_rightly() -> None:
+def test_the_rival_decodes_rightly(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rival that computed something else would be no rival. Its scale codes are 1 … 254."""
     packed, scale = drawn(2, 24, 128)
     scale = scale.clamp(1, 254)
     assert torch.equal(rivals.decode_bytes(packed, scale), mxfp4_codec.decode(packed, scale))
-    gu = torch.randn((5, 12), dtype=torch.float32, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    gu = (4 * torch.randn((5, 12), dtype=torch.float32, generator=torch.Generator().manual_seed(2))).requires_grad_()
     dh = torch.randn((5, 6), generator=torch.Generator().manual_seed(4))
     (exact,) = torch.autograd.grad(rivals.situ(gu), gu, dh)
     assert torch.allclose(rivals.situ_backward(gu, dh), exact, atol=1e-5)
+    bias, expert = torch.randn((2, 12), generator=torch.Generator().manual_seed(5)), torch.tensor([0, 0, 1, 1, 1])
+    h = rivals.biased_clamped(gu, bias, expert)
+    pre = (gu + bias[expert]).detach()
+    assert bool((pre.abs() > rivals.LIMIT).any()), "some values reach past the clamp"
+    right = activate_reference(pre[:, 0::2], pre[:, 1::2], biased_cases.CLAMPED)
+    (exact,) = torch.autograd.grad(h, gu, dh)
+    assert torch.allclose(h, right, atol=1e-5)
+    assert torch.allclose(rivals.biased_clamped_backward(gu, bias, expert, dh), exact, atol=1e-5)
+    monkeypatch.setattr(rivals, "_compiled", lambda function: function)
+    between = rivals.gpt_oss(bias, bias, torch.tensor([2, 4], dtype=torch.int32), 5)
+    assert torch.equal(between.inner(gu), h) and between.outer is not None
+    assert torch.equal(between.outer(torch.zeros(5, 12)), bias[expert]), "rows of nobody get the last expert's"
+    assert torch.equal(between.inner_backward(gu, dh), rivals.biased_clamped_backward(gu, bias, expert, dh))
 
 
 @pytest.mark.parametrize("rows", [1, 60, 64, 65, 97, 129, 150, 293, 1000])
@@ -85,6 +99,8 @@ def test_costs_count_packed_weights_and_one_copy() -> None:
     assert few.forward.floor_bytes == weights * 17 // 32 + 2 * 2048 * 3584 * 2
     assert many.forward.floor_flops == 2 * 4096 * weights // 14
     assert cost(0, 14, 3584, 3072).forward.floor_bytes == 0
+    wide = cost(2048, 14, 3584, 3072, bits=8)
+    assert wide.forward.floor_bytes == weights + weights // 4096 + 2 * 2048 * 3584 * 2
 
 
 @pytest.mark.parametrize("r", [0, 16])
@@ -111,6 +127,26 @@ def test_counted_launches_are_those_that_happen(R: int, r: int) -> None:
     found = cost(R, E, H, I, r=r)
     assert found.backward is not None
     assert (found.forward.launches, found.backward.launches) == (len(forward), len(backward)), (forward, backward)
+
+
+@pytest.mark.parametrize("size", list(biased_cases.SIZES))
+def test_biases_cost_no_launch(size: str) -> None:
+    """Those of gpt-oss: as many launches as the same layer without them."""
+    shape = biased_cases.SIZES[size]
+    workspace.release()
+    log: list[str] = []
+    with recorded(log=log):
+        x, n = meta((shape["R"], shape["H"]), learns=True), meta((shape["E"],), torch.int32)
+        sizes = (contract.shapes("mxfp4", shape["E"], N, 2880) for N in (5760, 2880))
+        up, low = (PackedStack(meta(v, torch.uint8), meta(s, torch.int16), "mxfp4") for v, s in sizes)
+        biases = [meta((shape["E"], width)) for width in (5760, 2880)]
+        y = packed_experts(
+            x, n, up, low, up_bias=biases[0], down_bias=biases[1], activation=biased_cases.CLAMPED, interleaved=True
+        )
+        y.backward(torch.empty_like(y))
+    workspace.release()
+    found = cost(**shape)
+    assert found.backward is not None and len(log) == found.forward.launches + found.backward.launches, log
 
 
 def test_bad_storage_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Single reported faults of load, resume and launch that have no file of their own: G5, G8, H5."""
+"""Single reported faults without a file of their own: a group of one rank (D4), load, resume, launch (G5, G8, H5)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from shardwright.runtime.device import open_device
 from shardwright.runtime.launch import local
 from shardwright.runtime.mesh import open_mesh
 from shardwright.runtime.optimizer import AdapterOptimizer
+from shardwright.runtime.ownership import local_values
 from shardwright.runtime.session import build
 from shardwright.runtime.state import Saver, load
 
@@ -36,6 +40,16 @@ def test_launch_inside_a_started_rank_starts_no_other(
     monkeypatch.setattr(local.subprocess, "Popen", lambda *args, **kwargs: pytest.fail("a nested launch"))
     assert local.launch(job.plan_path, tiny.checkpoint, tiny.data, job.approvals, job.run_dir) == 5
     assert seen[0][seen[0].index("--run-dir") + 1] == str(job.run_dir.resolve())
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(4.0, 0.5), (1.0, 2.0)])
+def test_a_group_of_one_rank_obeys_its_divide_factor(factor: float, expected: float, process_group: None) -> None:
+    """D4: the runtime sets 1 on every unit, so that gradients are sums; here that, and that 4 would divide."""
+    unit = nn.Linear(1, 1, bias=False)
+    fully_shard(unit, mesh=init_device_mesh("cpu", (1,)))
+    unit.set_gradient_divide_factor(factor)  # type: ignore[operator]
+    unit(torch.full((1, 1), 2.0)).sum().backward()
+    assert float(local_values(unit.weight.grad)) == expected  # type: ignore[arg-type]
 
 
 def test_tied_head_is_the_embedding_after_a_streamed_load(

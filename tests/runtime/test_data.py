@@ -113,7 +113,7 @@ def test_documents_are_separated_and_cut(tiny: Any, tmp_path: Path) -> None:
 def test_wrong_tokenizer_is_refused(tiny: Any) -> None:
     config = read_config(tiny.checkpoint)
     config.text["vocab_size"] = 50
-    with pytest.raises(RecipeError, match=r"the tokenizer gives id .* the model knows 50"):
+    with pytest.raises(RecipeError, match=r"the tokenizer gives id .* has 50 rows"):
         tokenise(["zzz"], tiny.checkpoint, config, "here")
 
 

@@ -31,11 +31,11 @@ def test_two_ranks_hold_route_and_differentiate_experts_rightly(
     rank=st.integers(1, 3),
     in_out=st.booleans(),
     biased=st.booleans(),
-    adapted=st.booleans(),
+    adapted=st.sampled_from(["no", "per_expert", "shared"]),
     seed=st.integers(0, 99),
 )
 def test_grouped_product_equals_dense_autograd(
-    sizes: list[int], rank: int, in_out: bool, biased: bool, adapted: bool, seed: int
+    sizes: list[int], rank: int, in_out: bool, biased: bool, adapted: str, seed: int
 ) -> None:
     """fp64: values and all gradients of the plain formula with a merged weight, expert by expert."""
     experts, i, o, scaling = len(sizes), 6, 5, 0.7
@@ -46,8 +46,9 @@ def test_grouped_product_equals_dense_autograd(
 
     x = normal(sum(sizes), i).requires_grad_()
     weight, bias = normal(experts, o, i), normal(experts, o) if biased else None
-    a = normal(experts, rank, i).requires_grad_() if adapted else None
-    b = normal(experts, o, rank).requires_grad_() if adapted else None
+    lead = (experts,) if adapted == "per_expert" else ()
+    a = normal(*lead, rank, i).requires_grad_() if adapted != "no" else None
+    b = normal(*lead, o, rank).requires_grad_() if adapted != "no" else None
     stored = weight.mT.contiguous() if in_out else weight
     y = GroupedLoraLinear.apply(x, stored, bias, a, b, sizes, scaling, in_out)
     merged = weight + scaling * b @ a if a is not None and b is not None else weight
@@ -63,7 +64,7 @@ def test_grouped_product_equals_dense_autograd(
     theirs = torch.autograd.grad(expected, leaves, upstream)
     for mine, plain in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, plain)
-    if adapted:
+    if adapted == "per_expert":
         for expert, size in enumerate(sizes):
             assert size or (bool((ours[1][expert] == 0).all()) and bool((ours[2][expert] == 0).all()))
 

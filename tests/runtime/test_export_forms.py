@@ -20,14 +20,17 @@ from safetensors.torch import load_file, save_file
 from shardwright.checkpoints.headers import read_headers
 from shardwright.checkpoints.packing.detect import logical_tensors
 from shardwright.checkpoints.packing.logical import LogicalTensor
+from shardwright.checkpoints.peft_layout import peft_keys
 from shardwright.checkpoints.targets import parameter_shapes
-from shardwright.runtime.checks.export import attach
+from shardwright.runtime import record, state
+from shardwright.runtime.checks.export import attach, check_adapter
 from shardwright.runtime.checks.export_forms import apply_by_name, check_merged, check_per_expert
 from shardwright.runtime.export import merged, packed, peft, per_expert, serving
 from shardwright.runtime.export.retained import Retained
 from shardwright.runtime.export.split import Part, name_map, parts
 from shardwright.runtime.lora.inject import adapter_names, adapter_shapes
 from shardwright.runtime.reference import load_plain
+from shardwright.schemas.canonical import sha256_file
 from shardwright.schemas.errors import CheckFailed, CheckpointError, LegalityError, RunError
 from shardwright.schemas.lora import LoraTarget
 
@@ -98,18 +101,20 @@ def plain(folder: Path) -> Any:
     return load_plain(folder, torch.float32, torch.device("cpu"))[0]
 
 
+@pytest.mark.parametrize("experts", ["per_expert", "shared"])
 @pytest.mark.parametrize("layout", FAMILIES)
 def test_every_expert_storage_layout_gives_the_same_logits_in_every_form(
-    layout: str, tiny: Any, make_job: Any, strategy: Any, tmp_path: Path
+    layout: str, experts: str, tiny: Any, make_job: Any, strategy: Any, tmp_path: Path
 ) -> None:
     """Truth: s · B A added to the weights of a plain transformers model by hand, in the layout that the plan names."""
     name, sizes = FAMILIES[layout]
     base = tmp_path / "base"
     build(name, sizes, base)
-    lora = {} if name == "JetMoe" else {"rank_pattern": {"*.o_proj": 2}}
+    lora = {"experts": experts} if name == "JetMoe" else {"experts": experts, "rank_pattern": {"*.o_proj": 2}}
     plan = make_job(type(tiny)(base, tiny.data), strategy(), recipe={"lora": lora}).plan
     targets = plan.decision.lora_targets
     assert {"attention", "experts"} <= {target.role for target in targets}
+    assert {target.pairs for target in targets if target.kind == "experts"} == {1 if experts == "shared" else 4}
     adapters, truth = random_adapters(targets), plain(base)
     before = logits(truth)
     for target in targets:
@@ -142,9 +147,9 @@ def test_every_expert_storage_layout_gives_the_same_logits_in_every_form(
     model = plain(base)
     assert apply_by_name(model, base, single, config["lora_alpha"] / config["r"]) == []
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-5)
-    experts = [key for key in single if ".experts." in key]
+    keys = [key for key in single if ".experts." in key]
     last = {"Mixtral": "w2", "DeepseekV3": "down_proj", "NemotronH": "down_proj"}[name]
-    assert any(key.endswith(f".experts.3.{last}.lora_B.weight") for key in experts)
+    assert any(key.endswith(f".experts.3.{last}.lora_B.weight") for key in keys)
     assert config["modules_to_save"] is None and all(value.numel() for value in single.values())
 
 
@@ -174,6 +179,34 @@ def test_per_expert_adapter_of_a_run_is_proved_and_noted(copy: Path, trained: An
     found = {key.split("layers.")[1].split(".")[0] for key in load_file(Path(facts.path) / "adapter_model.safetensors")}
     assert found == layers
     assert "--max-lora-rank 8" in serving.recipe(checkpoint, Path(facts.path), 4)[0]
+
+
+def test_run_with_one_pair_for_all_experts_is_proved_in_every_form(
+    tiny: Any, make_job: Any, strategy: Any, single_rank: Any
+) -> None:
+    """The file repeats the pair for each expert; an expert whose copy differs from the others' is refused."""
+    recipe = {"schedule": {"steps": 3}, "lora": {"experts": "shared"}}
+    job = make_job(tiny, strategy(), recipe=recipe)
+    assert single_rank(job) == 0
+    peft.export_adapter(job.run_dir, tiny.checkpoint)
+    assert {check.passed for check in check_adapter(job.run_dir, tiny.checkpoint)} == {True}
+    per_expert.export_per_expert(job.run_dir, tiny.checkpoint)
+    merged.export_merged(job.run_dir, tiny.checkpoint)
+    for checks in (check_per_expert(job.run_dir, tiny.checkpoint), check_merged(job.run_dir, tiny.checkpoint)):
+        assert {check.passed for check in checks} == {True}
+    stack = next(one for one in job.plan.decision.lora_targets if one.shared)
+    saved = state.read_adapters(state.final(job.run_dir, job.plan))
+    assert {saved[name].dim() for name in adapter_names(stack)} == {2}
+    path = job.run_dir / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    key = peft_keys(job.plan.decision.lora_targets, tuple(parameter_shapes(tiny.checkpoint)))[stack.parameter][0]
+    tensors[key][stack.rank] += 1.0
+    save_file(tensors, path, metadata={"format": "pt"})
+    kept = record.read(job.run_dir)
+    changed = kept.adapter.model_copy(update={"sha256": sha256_file(path)})
+    record.update(job.run_dir, adapter=changed)
+    with pytest.raises(CheckFailed, match="different pairs for experts that share one"):
+        check_adapter(job.run_dir, tiny.checkpoint)
 
 
 def test_renamed_or_missing_per_expert_keys_are_refused(copy: Path, trained: Any) -> None:

@@ -24,6 +24,7 @@ from shardwright.runtime.losses import summed_loss
 from shardwright.runtime.reference import add_plain_lora, load_plain
 from shardwright.runtime.segments import keep_apart
 from shardwright.schemas.lora import LoraTarget
+from shardwright.schemas.recipe import DataSpec
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "tie_word_embeddings": False}
 ROUTED = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
@@ -160,10 +161,17 @@ def families(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 
 
 def run(
-    ranks: int, meshes: tuple[dict[str, int], ...], families: Any, make_job: Any, strategy: Any, on_ranks: Any, to: Path
+    ranks: int,
+    meshes: tuple[dict[str, int], ...],
+    families: Any,
+    make_job: Any,
+    strategy: Any,
+    on_ranks: Any,
+    to: Path,
+    **lora: Any,
 ) -> None:
     jobs = []
-    recipe = {"batch": {"global_batch_sequences": 8}, "lora": {"rank": 2, "alpha": "4"}}
+    recipe = {"batch": {"global_batch_sequences": 8}, "lora": {"rank": 2, "alpha": "4", **lora}}
     for axes in meshes:
         for index, (name, example) in enumerate(families.items()):
             checkpointing = "full" if index % 2 else "none"
@@ -177,7 +185,8 @@ def run(
     assert len(lines) == len(meshes) * len(families), out
     assert all("uneven 1" in line for line in lines), out
     empty = {line.split()[1]: int(line.rsplit("empty ", 1)[1]) for line in lines}
-    assert all(empty[f"{name}:"] > 0 for name in ("mixtral", "qwen3_moe", "gpt_oss", "llama4")), out
+    idle = {"mixtral", "qwen3_moe", "gpt_oss", "llama4"} & set(families)
+    assert all(empty[f"{name}:"] > 0 for name in idle), out
 
 
 def test_one_rank_equals_plain(families: Any, make_job: Any, strategy: Any, on_ranks: Any, tmp_path: Path) -> None:
@@ -192,6 +201,25 @@ def test_two_ranks_equal_plain(families: Any, make_job: Any, strategy: Any, on_r
 @pytest.mark.slow
 def test_four_ranks_equal_plain(families: Any, make_job: Any, strategy: Any, on_ranks: Any, tmp_path: Path) -> None:
     run(4, FOUR, families, make_job, strategy, on_ranks, tmp_path)
+
+
+SHARING = ("mixtral", "gpt_oss", "nemotron_h", "llama4")
+"""Every order of storage, with a gate and without, weighted before and after."""
+
+
+@pytest.mark.parametrize(("ranks", "meshes"), [(1, ({},)), (2, TWO), pytest.param(4, FOUR, marks=pytest.mark.slow)])
+def test_one_pair_for_all_experts_equals_plain(
+    ranks: int,
+    meshes: tuple[dict[str, int], ...],
+    families: Any,
+    make_job: Any,
+    strategy: Any,
+    on_ranks: Any,
+    tmp_path: Path,
+) -> None:
+    """The shared pair's gradient is the sum over all experts and ranks, idle experts or not."""
+    chosen = {name: families[name] for name in SHARING if name in families}
+    run(ranks, meshes, chosen, make_job, strategy, on_ranks, tmp_path, experts="shared")
 
 
 PEFT_TARGETS = {"nemotron_h": ["q_proj", "k_proj", "v_proj", "o_proj", "experts"]}
@@ -266,7 +294,11 @@ def test_documents_in_one_row_are_tried_on_the_family(name: str, kept: bool, apa
         batches=SimpleNamespace(sequences=rows),
         live=SimpleNamespace(model=model, files=files),
         device=SimpleNamespace(torch_device=torch.device("cpu")),
-        recipe=SimpleNamespace(precision=SimpleNamespace(base="float32")),
+        recipe=SimpleNamespace(
+            precision=SimpleNamespace(base="float32"), data=DataSpec(train="a", held_out="b", document_mask=True)
+        ),
     )
     (found,) = documents_apart(trainer)
     assert found.passed is apart, found.evidence
+    trainer.recipe.data = DataSpec(train="a", held_out="b", packing=False)
+    assert documents_apart(trainer) == ()

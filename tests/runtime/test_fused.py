@@ -18,6 +18,7 @@ from shardwright.runtime.fused_router import fused_router, weights_of
 from shardwright.runtime.lora.linear import LoraLinear
 from shardwright.schemas.errors import LegalityError
 from shardwright.schemas.fusion import FusionDecision
+from shardwright.schemas.strategy import Mesh, ParallelStrategy
 
 pytest.importorskip("triton", reason="kernels need triton")
 
@@ -69,11 +70,14 @@ def registered() -> None:
 def test_fused_equals_eager_on_live_models(
     qwen: Any, make_job: Any, strategy: Any, on_ranks: Any, registered: None
 ) -> None:
-    """Whole layer, router, norms of heads, head and loss on one rank, with and without checkpointing; rows on two."""
+    """Whole layer, router, norms of heads, head and loss on one rank, with and without checkpointing, and on sequences
+    cut over two; rows on two."""
     everything = (experts_of("moe_layer"), router_of(), attention(), head())
     one = [make_job(qwen, strategy(**axes), fusions=everything) for axes in ({}, {"checkpointing": "full"})]
     received = (experts_of("grouped_lora_mlp"), head())
     two = [make_job(qwen, strategy(ep=2, checkpointing="full"), fusions=received)]
+    cut = ParallelStrategy(mesh=Mesh(cp=2), accumulation_steps=4)
+    two.append(make_job(qwen, cut, fusions=everything))
     for ranks, jobs in ((1, one), (2, two)):
         out = on_ranks(ranks, "fused.py", str(qwen.checkpoint), *(str(job.plan_path) for job in jobs))
         assert out.count("loss") == ranks * len(jobs) and out.count("done") == ranks

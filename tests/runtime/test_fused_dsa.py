@@ -26,7 +26,7 @@ def test_interpreted(name: str, tmp_path: Path) -> None:
     file = Path(__file__).parent / "interpreted" / name
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-q", f"--basetemp={tmp_path / 'inner'}"]
-    command = ["timeout", "-k", "5", "280", sys.executable, "-m", "pytest", str(file), *options]
+    command = ["timeout", "-k", "5", "400", sys.executable, "-m", "pytest", str(file), *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 

@@ -35,7 +35,10 @@ def decision(op: str, roles: dict[str, str], constants: dict[str, Any]) -> Fusio
     )
 
 
-@pytest.mark.parametrize("checks", ["checks_modules.py", "checks_experts.py", "checks_rotation.py"])
+@pytest.mark.parametrize(
+    "checks",
+    ["checks_modules.py", "checks_experts.py", "checks_packed_rows.py", "checks_rotation.py", "checks_rows.py"],
+)
 def test_interpreted(tmp_path: Path, checks: str) -> None:
     """The interpreter is chosen when kernels are imported, so it needs its own process."""
     file = Path(__file__).parent / "interpreted" / checks

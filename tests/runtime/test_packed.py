@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from shardwright.checkpoints.packing.logical import LogicalTensor
 from shardwright.checkpoints.reader import ShardReader
 from shardwright.runtime.checks.export import check_adapter
 from shardwright.runtime.checks.export_forms import check_merged
-from shardwright.runtime.experts.packed import packed_experts_of
+from shardwright.runtime.experts.int4 import Int4
+from shardwright.runtime.experts.packed import packed_experts_of, register_stack
 from shardwright.runtime.export.merged import export_merged
 from shardwright.runtime.export.peft import export_adapter
 from shardwright.runtime.files import open_files
@@ -21,12 +24,12 @@ from shardwright.runtime.load.decode import decoded, read_base
 from shardwright.schemas.errors import LegalityError
 
 
-@pytest.mark.parametrize("kind", ["mxfp4", "fp8", "blocks"])
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8", "int4", "blocks"])
 def test_kept_packed_trains_what_decoding_at_load_trains(
     packed: Any, make_job: Any, strategy: Any, single_rank: Any, kind: str
 ) -> None:
     example = packed(kind)
-    fmt = "fp8" if kind == "fp8" else "mxfp4"
+    fmt = "mxfp4" if kind == "blocks" else kind
     jobs = [make_job(example, strategy(base_format=one)) for one in ("compute", fmt)]
     for job in jobs:
         assert single_rank(job) == 0
@@ -73,6 +76,30 @@ def test_what_cannot_stay_packed_is_refused(packed: Any) -> None:
     _, files = open_files(packed("mxfp4").checkpoint, torch.float32)
     assert packed_experts_of(files.names, stacks, "mxfp4") == {"e": "mxfp4"}
     assert packed_experts_of(files.names, stacks, "compute") == {}
+    with pytest.raises(LegalityError, match="no expert stack of this checkpoint is stored as int4"):
+        packed_experts_of(files.names, stacks, "int4")
+
+
+def test_only_symmetric_groups_of_whole_words_stay_packed(packed: Any) -> None:
+    """Zero points would have to be cut along the outputs, group numbers along the inputs: decoded at load instead."""
+    _, files = open_files(packed("int4").checkpoint, torch.float32)
+    stacks = ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj")
+    assert packed_experts_of(files.names, {"e": stacks}, "int4") == {"e": Int4(32, torch.bfloat16)}
+    stem = "model.layers.0.mlp.experts.0.w1.weight"
+    for extra in ("_zero_point", "_g_idx"):
+        uneven = LogicalTensor(
+            stem, (64, 64), "int4-group", f"{stem}_packed", (f"{stem}_scale", f"{stem}{extra}"), (1, 32)
+        )
+        names: Any = SimpleNamespace(
+            pieces=lambda name: [SimpleNamespace(tensor=stem)],
+            logical=lambda tensor, uneven=uneven: uneven,
+            stored_dtype=lambda stored: "BF16",
+        )
+        with pytest.raises(LegalityError, match=f"base-format.*{extra}"):
+            packed_experts_of(names, {"e": stacks}, "int4")
+    for width in (60, 40):
+        with pytest.raises(LegalityError, match=f"has {width} inputs"):
+            register_stack(torch.nn.Module(), "down_proj", (4, 64, width), Int4(32, torch.bfloat16))
 
 
 def test_gpt_oss_blocks_are_what_transformers_makes_of_them(packed: Any) -> None:

@@ -21,7 +21,7 @@ from shardwright.runtime.state_adopt import adopt
 
 RANKS = Path(__file__).resolve().parent / "ranks"
 RECIPE = {"batch": {"sequence_tokens": 8, "global_batch_sequences": 8}}
-FORMAT = {"fp8": "fp8"}
+FORMAT = {"fp8": "fp8", "int4": "int4"}
 MESHES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "mxfp4-fsdp2-ep2": ("mxfp4", 4, {"shard": 2, "ep": 2, "checkpointing": "full"}),
     "fp8-fsdp2-ep2": ("fp8", 4, {"shard": 2, "ep": 2}),
@@ -33,6 +33,8 @@ MESHES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "mxfp4-replicas": ("mxfp4", 4, {"replicate": 2, "ep": 2}),
     "fp8-replicas": ("fp8", 4, {"replicate": 2, "shard": 2}),
     "mxfp4-node": ("mxfp4", 4, {"shard": 4, "reshard_scope": "node"}),
+    "int4-fsdp2-ep2": ("int4", 4, {"shard": 2, "ep": 2, "checkpointing": "full"}),
+    "int4-rows": ("int4", 2, {"shard": 4}),
     "mxfp4-placed": (
         "mxfp4",
         4,
@@ -109,7 +111,7 @@ def test_a_decoded_run_goes_on_over_cut_packed_stacks_and_is_exported(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "shard", "ep"), [("mxfp4", 8, 1), ("fp8", 2, 4)])
+@pytest.mark.parametrize(("kind", "shard", "ep"), [("mxfp4", 8, 1), ("fp8", 2, 4), ("int4", 4, 2)])
 def test_packed_and_gathered_bytes_are_the_cost_models(packed: Any, kind: str, shard: int, ep: int) -> None:
     """Rank 0 of eight on a fake process group, bf16: what FSDP2's tracker saw."""
     words = [str(RANKS / "simulate.py"), str(packed(kind, experts=8).checkpoint), str(shard), str(ep)]

@@ -16,6 +16,7 @@ from shardwright.runtime.experts import fused
 from shardwright.runtime.experts.balance import LoadMeter
 from shardwright.runtime.experts.dispatch import Route, as_they_came, grouped, padded, plan_route, route_of
 from shardwright.runtime.experts.module import LoraExperts
+from shardwright.runtime.experts.rows import Moves
 from shardwright.schemas.errors import LegalityError
 from shardwright.search_spaces.cost.routing import routed_rows
 
@@ -29,7 +30,8 @@ from shardwright.search_spaces.cost.routing import routed_rows
 def test_rows_lie_in_multiples_and_come_back(arriving: list[list[int]], multiple: int, one_local: bool) -> None:
     """Every received row in its own expert's part, in the order without padding, zeros behind; and back again."""
     counts = torch.tensor([row[:1] if one_local else row for row in arriving])
-    bare = route_of(torch.zeros((0, 1), dtype=torch.int64), counts.flatten(), counts, [[]], counts.tolist())
+    nothing = torch.zeros(0, dtype=torch.int64)
+    bare = route_of(Moves(nothing.view(0, 1)), counts.flatten(), counts, [[]], counts.tolist())
     route = padded(bare, multiple)
     total = int(counts.sum())
     rows = torch.arange(1.0, total + 1).unsqueeze(1).requires_grad_()

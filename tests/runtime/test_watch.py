@@ -111,7 +111,9 @@ def trainer_of(model: nn.Module, adapters: dict[str, Owned]) -> Any:
         device=CPU,
         ranks=ONE,
         optimizer=SimpleNamespace(adapters=adapters),
-        recipe=SimpleNamespace(precision=SimpleNamespace(base="float32")),
+        recipe=SimpleNamespace(
+            precision=SimpleNamespace(base="float32"), data=SimpleNamespace(documents_share_rows=True)
+        ),
     )
 
 

@@ -8,7 +8,7 @@ from shardwright.schemas.cluster import Calibration, CurvePoint
 from shardwright.schemas.errors import ClusterError
 from shardwright.schemas.ops import OpCost, PassCost
 from shardwright.search_spaces.catalogue import load_cluster
-from shardwright.search_spaces.cost.compute import Rates, op_time_ms
+from shardwright.search_spaces.cost.compute import Rates, op_time_ms, without_call
 from shardwright.search_spaces.providers import loss_bytes, provider_cost
 
 H200 = load_cluster("h200-1").device
@@ -103,3 +103,36 @@ def test_a_calibration_replaces_the_catalogue() -> None:
     assert rates.traffic_s(1e12) == 1 and rates.launch_s == 1e-3
     assert rates.origin("gemm_flops") == "measured"
     assert Rates.of(load_cluster("h200-1"), "bfloat16", None).origin("gemm_flops") == "modelled"
+
+
+def test_a_call_that_was_waited_for_is_taken_out_of_a_measured_rate() -> None:
+    """Calls that take 50 us beside 600 TFLOP/s, as a host times them one by one, give back the 600."""
+    sizes, heads = (2048, 8192, 32768), 2 * 16 * 128
+    curve = tuple(CurvePoint(size=n, rate=heads * n**2 / (5e-5 + heads * n**2 / 6e14)) for n in sizes)
+    found = without_call(curve, 2)
+    assert curve[0].rate < 4e14
+    assert [point.rate for point in found[:2]] == pytest.approx([max(p.rate for p in curve)] * 2, rel=1e-6)
+    assert found[2].rate == pytest.approx(6e14, rel=0.01)
+    alone = (CurvePoint(size=512, rate=1e12),)
+    assert without_call(alone, 3) == alone
+
+
+def test_rates_without_a_call_are_a_gpu_s_only() -> None:
+    curve = (CurvePoint(size=512, rate=1e12), CurvePoint(size=1024, rate=4e12), CurvePoint(size=4096, rate=5e12))
+    calibration = Calibration(device="any", versions={}, gemm_flops={"bfloat16": curve})
+    gpu, cpu = (Rates.of(load_cluster(name), "bfloat16", calibration) for name in ("h200-1", "cpu-2"))
+    assert cpu.gemm_s(1e12, 0, 512) == pytest.approx(1.0)
+    assert gpu.gemm_s(1e12, 0, 512) < 0.5
+
+
+def test_attention_s_backward_against_a_profile() -> None:
+    """One H200, cuDNN, 4 x 4,096 tokens, 32 heads of 128: 0.956 ms forward, 3.205 backward with its helper kernels."""
+    rates = Rates.of(load_cluster("h200-1"), "bfloat16", None)
+    assert rates.attention_backward_s(0.956e-3, 4 * 4096 * 32 * 128) == pytest.approx(3.205e-3, rel=0.05)
+
+
+def test_attention_under_a_mask_against_64_heads_more() -> None:
+    """One H200, eager sparse attention at 8,192 tokens: 35.7 ms with 64 heads of 192 + 128, 51.4 with 128."""
+    rates = Rates.of(load_cluster("h200-1"), "bfloat16", None)
+    heads = 2.0 * 8192**2 * 64 * (192 + 128)
+    assert 1e3 * rates.masked_attention_s(heads, 8192.0) == pytest.approx(51.4 - 35.7, rel=0.05)

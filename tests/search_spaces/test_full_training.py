@@ -61,6 +61,14 @@ def test_published_rows_on_eight_b200_within_two_percent(
     assert peak / 2**30 == pytest.approx(measured_gib, rel=0.02)
 
 
+def test_a_stage_without_the_loss_is_full_in_its_backward(models: ModuleType) -> None:
+    """The first of two stages holds 71.24 GiB: two micro-batches in flight, and what a MoE layer's backward needs."""
+    work = workload(models.deepseek_v3(4, 1), models.recipe_for(batch=8, tokens=4096), ())
+    first, last = (stage_bytes(work, Layout(4, 4, 2, 4), 4096, stage) for stage in (0, 1))
+    assert sum(first.values()) / 2**30 == pytest.approx(71.24, rel=0.02)
+    assert first["loss"] == 0 < first["workspace"] and last["workspace"] == 0 < last["loss"]
+
+
 def test_k3_on_128_ranks_with_64_expert_ranks_is_legal(models: ModuleType) -> None:
     context = SearchContext(
         models.kimi_k3(), models.recipe_for(batch=256, tokens=4096), load_cluster("h200-128"), explore=True

@@ -46,6 +46,18 @@ def test_uneven_experts_are_refused_with_the_shares_they_would_give(build: Simpl
     assert found["ep-divides-experts"].nearest_legal == ("2", "1")
 
 
+def test_experts_that_are_no_stacks_stay_whole_on_every_rank(build: SimpleNamespace) -> None:
+    """One matrix for all experts, or neurons in tables: ep is 1, and no product is grouped, so no width is refused."""
+    tiny = build.tiny(8)
+    sizes = {"expert_stacks": False, "expert_intermediate_size": 1}
+    profile = tiny.model_copy(update={"shape": tiny.shape.model_copy(update=sizes)})
+    recipe, cluster = build.recipe_of(batch=8), world(build, 8)
+    (found,) = violations(profile, recipe, cluster, ParallelStrategy(mesh=Mesh(shard=4, ep=2)))
+    assert (found.rule, found.nearest_legal) == ("ep-needs-stacks", ("1",))
+    assert violations(profile, recipe, cluster, ParallelStrategy(mesh=Mesh(shard=8))) == ()
+    assert {strategy.mesh.ep for strategy in legal_strategies(profile, recipe, cluster)} == {1}
+
+
 def test_the_mesh_must_cover_the_world(build: SimpleNamespace) -> None:
     """Case C3: ep 3 cannot divide eight ranks; ep 4 leaves shard 2 and eight data ranks."""
     assert "ep 3 must divide 8" in judge(build, 8, 12, Mesh(shard=8, ep=3))["mesh-covers-world"].message
@@ -54,7 +66,7 @@ def test_the_mesh_must_cover_the_world(build: SimpleNamespace) -> None:
     assert legal.mesh.data_ranks == 8
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
+@pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_axes_that_the_runtime_lacks_are_refused_by_name(build: SimpleNamespace, axis: str) -> None:
     """Cases C3 and C8: FSDP with pp; ep with tp."""
     found = judge(build, 8, 4, Mesh(ep=4, **{axis: 2}))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.cost import CostReport
 from shardwright.schemas.fusion import FusionDecision
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
@@ -33,12 +34,18 @@ def decision(op: str, modules: tuple[str, ...], provider: str = "compile", rejec
     )
 
 
+def prompt(cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with hosts that take no time: nothing is hidden behind them."""
+    quick = cluster.device.model_copy(update={"launch_overhead_s": 0.0, "host_launch_s": 0.0, "unit_overhead_s": 0.0})
+    return cluster.model_copy(update={"device": quick})
+
+
 def test_the_step_is_the_sum_of_all_but_hidden_communication(build: SimpleNamespace) -> None:
     profile = build.qwen3_30b()
     report = estimate(
         profile,
         build.recipe_of(batch=16, tokens=4096),
-        build.cluster_of("h200-8"),
+        prompt(build.cluster_of("h200-8")),
         ParallelStrategy(mesh=Mesh(shard=4, ep=2), accumulation_steps=2),
         build.targets_of(profile, rank=16),
     )
@@ -57,7 +64,9 @@ def test_lora_needs_four_flops_per_active_weight(build: SimpleNamespace) -> None
 
 
 def test_checkpointing_repeats_the_forward_and_two_exchanges(build: SimpleNamespace) -> None:
+    """On a host that takes no time: nothing of an exchange is behind it."""
     profile, recipe, cluster = build.qwen3_30b(), build.recipe_of(batch=8, tokens=4096), build.cluster_of("h200-8")
+    cluster = prompt(cluster)
     plain, full = (
         times(estimate(profile, recipe, cluster, ParallelStrategy(mesh=Mesh(ep=8), checkpointing=how), ()))
         for how in ("none", "full")
@@ -156,14 +165,14 @@ def test_tensor_context_and_pipeline_ranks_are_priced(build: SimpleNamespace) ->
     for other in (tensor, context, pipeline):
         assert other.memory.by_moment["loss"] < plain.memory.by_moment["loss"] * 1.01
     assert times(tensor)["tensor_parallel"] > 0 and "tensor_parallel" not in times(plain)
-    ring = times(context)
-    assert ring["context_ring_hidden"] + ring.get("context_ring", 0) > 0
+    assert times(context)["context_gathers"] > 0 and "context_gathers" not in times(plain)
     busy = pipeline.time.step_ms - times(pipeline)["pipeline_bubble"] - times(pipeline)["pipeline_sends"]
     assert times(pipeline)["pipeline_bubble"] == pytest.approx(busy / 2, rel=0.05)
 
 
 def test_chunks_hide_an_exchange_and_read_weights_again(build: SimpleNamespace) -> None:
-    profile, recipe, cluster = build.qwen3_30b(), build.recipe_of(batch=8, tokens=4096), build.cluster_of("h200-8")
+    profile, recipe = build.qwen3_30b(), build.recipe_of(batch=8, tokens=4096)
+    cluster = prompt(build.cluster_of("h200-8"))
     whole = estimate(profile, recipe, cluster, ParallelStrategy(mesh=Mesh(ep=8)), ())
     cut = estimate(profile, recipe, cluster, ParallelStrategy(mesh=Mesh(ep=8), overlap="chunked", overlap_chunks=4), ())
     assert times(cut)["expert_all_to_all"] < times(whole)["expert_all_to_all"]
@@ -250,7 +259,7 @@ def test_a_shared_expert_under_the_dispatch_hides_no_more_than_one_exchange(buil
     sizes = dict(hidden=2048, layers=4, experts=64, top=8, width=1024, vocabulary=1000, heads=16, kv_heads=4)
     profile = build.moe("deepseek_v3", **sizes, head_dim=128)
     shape = profile.shape.model_copy(update={"num_shared_experts": 1})
-    profile, cluster = profile.model_copy(update={"shape": shape}), build.cluster_of("h200-8")
+    profile, cluster = profile.model_copy(update={"shape": shape}), prompt(build.cluster_of("h200-8"))
     recipe, found = build.recipe_of(batch=8, tokens=4096), {}
     for how in ("none", "shared"):
         strategy = ParallelStrategy(mesh=Mesh(ep=8), overlap=how)
@@ -259,7 +268,8 @@ def test_a_shared_expert_under_the_dispatch_hides_no_more_than_one_exchange(buil
     plain, under = times(found["none"]), times(found["shared"])
     hidden = under["expert_all_to_all_hidden"]
     assert plain.get("expert_all_to_all_hidden", 0.0) == 0 < hidden <= plain["expert_all_to_all"] / 2
-    assert under["expert_all_to_all"] < plain["expert_all_to_all"] - 0.8 * hidden
+    # What is hidden delays the products beside it by 0.52 of its own time.
+    assert under["expert_all_to_all"] == pytest.approx(plain["expert_all_to_all"] - (1 - 0.52) * hidden, rel=1e-4)
     assert found["shared"].time.step_ms < found["none"].time.step_ms
     both = {}
     for how, chunks in (("chunked", 4), ("shared", 4)):
@@ -271,3 +281,18 @@ def test_a_shared_expert_under_the_dispatch_hides_no_more_than_one_exchange(buil
     first = build.moe("qwen2_moe", **sizes, head_dim=128).model_copy(update={"shape": shape})
     refused = violations(first, recipe, cluster, ParallelStrategy(mesh=Mesh(ep=8), overlap="shared"))
     assert [one.rule for one in refused] == ["overlap-needs-exchange"], "this family wants its shared expert first"
+
+
+def test_nothing_flows_back_before_the_first_adapter(build: SimpleNamespace) -> None:
+    """Adapters from the layer 24 of 48 on: half the layers compute forward only, and none of them again."""
+    profile, recipe = build.qwen3_30b(), build.recipe_of(batch=1, tokens=8192)
+    cluster = prompt(build.cluster_of("h200-1"))
+    every = build.targets_of(profile, rank=16)
+    late = [one for one in every if int(one.parameter.split("layers.")[1].split(".")[0]) >= 24]
+    found = [
+        times(estimate(profile, recipe, cluster, ParallelStrategy(mesh=Mesh(), checkpointing="full"), tuple(some)))
+        for some in (every, late)
+    ]
+    assert found[1]["dense_linears"] == pytest.approx(0.75 * found[0]["dense_linears"], rel=1e-3)
+    assert found[1]["attention"] < 0.65 * found[0]["attention"]
+    assert found[1]["recompute"] < 0.51 * found[0]["recompute"]

@@ -59,6 +59,10 @@ def lose_data(folder: Path) -> None:
     (folder / "held_out.jsonl").unlink()
 
 
+def not_text(folder: Path) -> None:
+    (folder / "recipe.yaml").write_bytes(b"name: tiny\xff\n")
+
+
 def recipe_with(**changes: object) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         raw = yaml.safe_load((folder / "recipe.yaml").read_text())
@@ -78,6 +82,7 @@ def recipe_with(**changes: object) -> Callable[[Path], None]:
         (unknown_architecture, 1, "checkpoint/unknown-architecture"),
         (empty_data, 2, "recipe/empty-data"),
         (lose_data, 2, "recipe/missing-data"),
+        (not_text, 2, "recipe/unreadable"),
         (recipe_with(epochs=3), 2, "recipe/invalid"),
         (recipe_with(lora={"targets": ["no_such_module"]}), 6, "legality/target-matches-nothing"),
     ],
@@ -89,6 +94,22 @@ def test_damaged_input(cli, tiny, damage, exit_code, code) -> None:
     assert done.code == exit_code
     assert "\n  where: " in done.err and "\n  next:  " in done.err
     assert done.out == "" and not (tiny / "p.json").exists()
+
+
+def test_absent_data_is_said_before_the_checkpoint_is_parsed(cli, tiny) -> None:
+    lose_data(tiny)
+    break_header(tiny)
+    assert "error: [recipe/missing-data]" in plan(cli, tiny).err
+
+
+def test_files_of_bytes_that_are_no_text(cli, tiny) -> None:
+    """A policy and a language model's options, as a wrong path or another program's file gives them."""
+    binary = tiny / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for words in (("policy", "test", binary, tiny / "p.json"), ("plan", tiny, "--llm-config", binary)):
+        options = () if words[0] == "policy" else ("-c", "cpu-2", "-r", tiny / "recipe.yaml")
+        done = cli(*words, *options)
+        assert done.code == 2 and "error: [usage/unreadable] not UTF-8 text: byte 0xff at offset 0" in done.err
 
 
 @pytest.mark.parametrize(

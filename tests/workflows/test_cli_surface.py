@@ -69,6 +69,15 @@ def test_every_verb_has_help(verb: str) -> None:
 
     result = CliRunner().invoke(app, [*verb.split(), "--help"])
     assert result.exit_code == 0 and len(result.stdout.splitlines()) > 5
+    assert "[[" not in result.stdout, "brackets of the metavar beside Typer's own"
+
+
+@pytest.mark.parametrize("group", ["", "kernels", "runs", "cluster", "policy"])
+def test_no_sentence_of_a_list_of_verbs_is_cut(group: str) -> None:
+    from typer.testing import CliRunner
+
+    verbs = CliRunner().invoke(app, [*group.split(), "--help"]).stdout.split("Commands:")[1]
+    assert "..." not in verbs and verbs.count(".") >= 2 - bool(group)
 
 
 def test_help_is_fast_and_loads_nothing_heavy() -> None:

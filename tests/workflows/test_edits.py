@@ -192,6 +192,18 @@ def test_the_terminal_review_obeys_words(session) -> None:
     assert session.status()[1] == ExitCode.OK
 
 
+def test_the_terminal_review_asks_for_a_reason_in_its_own_words(session) -> None:
+    shown: list[str] = []
+    answers = iter(["reject norm.good", "edit mesh.ep=2", "quit"])
+    before = session.plan.hashes
+    ask_until_decided(session, ask=lambda prompt: next(answers), say=shown.append)
+    assert shown[-2:] == [
+        "why? write the reason in the same line: reject PROPOSAL REASON",
+        "why? write the reason in the same line: edit AXIS=VALUE REASON",
+    ]
+    assert load_plan(session.file).hashes == before
+
+
 def test_the_terminal_review_can_be_left(session) -> None:
     def ask(prompt: str) -> str:
         raise EOFError
@@ -209,9 +221,9 @@ def test_the_terminal_shows_what_a_reviewer_needs(session) -> None:
         "✓ proved (1 of 1)",
         "norm.unproved",
         "✗ refused (0 of 1 proved)",
-        "12 ms beside 10 ms",
+        "as fast, with 2.00 GiB more memory",
         "frozen_base",
-        "shard 2 halves the weights",
+        "Memory peaks while weights are loaded",
     ):
         assert needed in text, needed
     assert max(map(len, plan_text(session.plan, width=90).splitlines())) <= 90

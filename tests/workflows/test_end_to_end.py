@@ -114,6 +114,7 @@ def test_status_and_show_of_a_finished_run(cli, unbroken) -> None:
     status = json.loads(cli("status", unbroken, "--output", "json").out)
     assert status["state"] == "finished" and {node["state"] for node in status["nodes"]} == {"done"}
     assert status["step"] == status["steps"] == STEPS
+    assert "| state | finished |" in cli("status", unbroken, "--output", "markdown").out
     assert "passed" in cli("show", unbroken).out
     assert "execute    finished" in cli("logs", unbroken).out
     assert f"step {STEPS}/{STEPS}" in cli("logs", unbroken, "--workers").out

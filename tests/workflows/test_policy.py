@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import workflow_fakes as fakes
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.schemas.canonical import canonical_bytes
@@ -52,6 +52,7 @@ def test_approve_false_never_approves(plan) -> None:
     assert not result.violations and not result.approves
 
 
+@settings(deadline=None)
 @given(limit=st.floats(0.01, 1), providers=st.sets(st.sampled_from(["eager", "shardwright", "compile"])))
 def test_it_approves_exactly_when_nothing_is_broken(limit: float, providers: set[str]) -> None:
     plan = _PLAN()

@@ -8,16 +8,17 @@ from xml.etree import ElementTree
 
 import pytest
 import workflow_fakes as fakes
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.schemas.errors import CheckFailed
 from shardwright.schemas.run import WayTaken
 from shardwright.workflows.policy import evaluate
 from shardwright.workflows.report import svg
+from shardwright.workflows.report.blocks import Code, Text
 from shardwright.workflows.report.html import html_plan, html_report
 from shardwright.workflows.report.junit import junit
-from shardwright.workflows.report.markdown import markdown_plan, markdown_report
+from shardwright.workflows.report.markdown import markdown_plan, markdown_report, render
 from shardwright.workflows.report.units import change, duration, off_by, size
 from shardwright.workflows.runs import load_record
 
@@ -165,6 +166,7 @@ def test_junit_survives_control_characters() -> None:
     ElementTree.fromstring(junit(None, error=error))
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30))
 def test_curves_stay_inside_their_frame(losses: list[float]) -> None:
     points = [(float(i + 1), loss) for i, loss in enumerate(losses)]
@@ -177,6 +179,7 @@ def test_curves_stay_inside_their_frame(losses: list[float]) -> None:
             assert svg.TOP - 0.1 <= y <= svg.HEIGHT - svg.BOTTOM + 0.1
 
 
+@settings(deadline=None)
 @given(st.floats(-1e9, 1e9), st.floats(0, 1e9))
 def test_ticks_span_their_range_evenly(low: float, width: float) -> None:
     found = svg.ticks(low, low + width)
@@ -195,3 +198,14 @@ def test_units() -> None:
         "not measured",
     )
     assert fakes.cost(fakes.searched().best).memory.fits
+
+
+def test_a_block_of_code_ends_where_it_should() -> None:
+    text = render((Code("a ```\n```` b"), Text("after")))
+    assert text == "`````\na ```\n```` b\n`````\n\nafter\n"
+
+
+def test_tables_wider_than_the_page_scroll_by_keyboard(finished) -> None:
+    page = html_plan(finished.plan)
+    tables = re.findall(r'<div class="wide"([^>]*)>', page)
+    assert tables and all(re.search(r'tabindex="0" role="group" aria-label="[^"]+"', words) for words in tables)

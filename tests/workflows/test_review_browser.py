@@ -220,3 +220,23 @@ def test_apply_runs_exactly_what_the_page_approved(tiny) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     record = json.loads((tiny / "run" / "run.json").read_bytes())
     assert record["decision_sha256"] == approved.hashes.decision and record["status"] == "exported"
+
+
+def test_a_plans_report_reads_on_a_phone_and_by_keyboard(tmp_path: Path) -> None:
+    """The page itself never scrolls sideways, sentences stay in view, and what scrolls can be reached by Tab."""
+    from shardwright.workflows.report.html import html_plan
+
+    path = tmp_path / "plan.html"
+    path.write_text(html_plan(review_plans.plan_of(review_plans.many(8))), encoding="utf-8")
+    with browser.browser(390, 844) as seen:
+        page = seen.page
+        page.goto(path.as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        assert serious(page) == []
+        right = page.evaluate(
+            "Math.max(...[...document.querySelectorAll('tr.prose div')].map(e => e.getBoundingClientRect().right))"
+        )
+        assert 0 < right <= 390
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.className") == "wide"
+        assert seen.errors == [] and [url for url in seen.requests if not url.startswith("file:")] == []

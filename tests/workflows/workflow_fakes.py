@@ -165,6 +165,7 @@ class Searched:
     alternatives: tuple[Alternative, ...]
     record: SearchRecord
     explanation: tuple[str, ...]
+    contenders: tuple[ParallelStrategy, ...] = ()
 
 
 def structured() -> Structured:

@@ -86,25 +86,28 @@ def adapt(
     from shardwright.workflows.request import default_run_dir
     from shardwright.workflows.search_options import search_request
 
-    limits, cache = limits_of(time_limit), None if no_cache else default_cache()
-    options = llm_options(llm_config, llm_limit or ())
-    asked, words = llm_request(llm, url=llm_url, model=llm_model, replay=llm_replay, offline=offline, options=options)
-    if words:
-        note(words)
-    rules, reviewer = deciders(headless, policy)
-    search = search_request(calibration, load_profile, time_budget_s=time_budget)
-    request = fresh_request(
-        "adapt",
-        checkpoint,
-        cluster,
-        recipe,
-        trials,
-        search=search,
-        offline=offline,
-        llm=asked,
-        trust_remote_code=trust_remote_code,
-    )
-    folder = run_dir or default_run_dir(request)
-    keep_options(folder, launch, preflight)
-    with finishing(folder, output, reports) as listener:
+    with finishing(output, reports) as run:
+        limits, cache = limits_of(time_limit), None if no_cache else default_cache()
+        options = llm_options(llm_config, llm_limit or ())
+        asked, words = llm_request(
+            llm, url=llm_url, model=llm_model, replay=llm_replay, offline=offline, options=options
+        )
+        if words:
+            note(words)
+        rules, reviewer = deciders(headless, policy)
+        search = search_request(calibration, load_profile, time_budget_s=time_budget)
+        request = fresh_request(
+            "adapt",
+            checkpoint,
+            cluster,
+            recipe,
+            trials,
+            search=search,
+            offline=offline,
+            llm=asked,
+            trust_remote_code=trust_remote_code,
+        )
+        folder = run_dir or default_run_dir(request)
+        keep_options(folder, launch, preflight)
+        listener = run.begin(folder)
         drive(request, folder, listener=listener, policy=rules, reviewer=reviewer, limits=limits, cache=cache)

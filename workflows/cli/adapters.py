@@ -14,9 +14,9 @@ from shardwright.workflows.cli.common import (
     PlainOutputOption,
     RunArgument,
     put,
+    put_facts,
     put_json,
 )
-from shardwright.workflows.cli.common import facts as facts_text
 
 
 def register(app: typer.Typer) -> None:
@@ -64,7 +64,8 @@ def export(
     if output is PlainOutput.json:
         put_json(adapter.model_dump(mode="json"))
     else:
-        put(facts_text([("adapter", adapter.path), ("sha256", adapter.sha256), ("tensors", str(adapter.tensors))]))
+        rows = [("adapter", adapter.path), ("sha256", adapter.sha256), ("tensors", str(adapter.tensors))]
+        put_facts(rows, output)
 
 
 def _export_other(run_dir: Path, form: Format, output: PlainOutput) -> None:
@@ -94,7 +95,7 @@ def _export_other(run_dir: Path, form: Format, output: PlainOutput) -> None:
         put_json({**facts.model_dump(mode="json"), "checks": [check.model_dump(mode="json") for check in checks]})
     else:
         rows = [("written", facts.path), ("sha256", facts.sha256), ("tensors", str(facts.tensors)), *rows]
-        put(facts_text([*rows, *((f"  {'✓' if c.passed else '✗'} {c.name}", c.evidence) for c in checks)]))
+        put_facts([*rows, *((f"  {'✓' if c.passed else '✗'} {c.name}", c.evidence) for c in checks)], output)
     demand(checks, ("export",), where=facts.path)
 
 
@@ -132,6 +133,12 @@ def generate(
     if output is PlainOutput.json:
         put_json({"prompt": prompt, **answers})
         return
-    put(f"--- prompt ---\n{prompt}")
-    for name, text in answers.items():
+    said = {"prompt": prompt, **answers}
+    if output is PlainOutput.markdown:
+        from shardwright.workflows.report.blocks import Code, Heading
+        from shardwright.workflows.report.markdown import render
+
+        put(render(tuple(block for name, text in said.items() for block in (Heading(name, 3), Code(text)))))
+        return
+    for name, text in said.items():
         put(f"--- {name} ---\n{text}")

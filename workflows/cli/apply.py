@@ -60,15 +60,16 @@ def apply(
     from shardwright.workflows.drive import drive
     from shardwright.workflows.prepare import approved_start
 
-    limits, log = limits_of(time_limit), approvals or log_beside(plan)
-    prepared = approved_start(plan, checkpoint, log, data_root, run_dir, require_other_approver)
-    keep_options(prepared.run_dir, launch, preflight)
-    if dry_run:
-        show_job(prepared.run_dir, checkpoint, Path(prepared.request.data_root))
-        return
-    if carry_from is not None:
-        from shardwright.runtime.state_adopt import adopt
+    with finishing(output, reports) as run:
+        limits, log = limits_of(time_limit), approvals or log_beside(plan)
+        prepared = approved_start(plan, checkpoint, log, data_root, run_dir, require_other_approver)
+        keep_options(prepared.run_dir, launch, preflight)
+        if dry_run:
+            show_job(prepared.run_dir, checkpoint, Path(prepared.request.data_root))
+            return
+        if carry_from is not None:
+            from shardwright.runtime.state_adopt import adopt
 
-        note(adopt(carry_from, prepared.run_dir))
-    with finishing(prepared.run_dir, output, reports) as listener:
+            note(adopt(carry_from, prepared.run_dir))
+        listener = run.begin(prepared.run_dir)
         drive(prepared.request, prepared.run_dir, listener=listener, start=prepared.state, limits=limits)

@@ -46,7 +46,7 @@ def detect(
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where to write both files.")] = Path("."),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write both files.")] = Path("."),
     ranks: RanksOption = None,
     force: ForceOption = False,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -118,8 +119,39 @@ ReportsOption = Annotated[
 DEFAULT_TRIALS = 64
 
 
+def demand_place(file: Path) -> None:
+    """A file can be written there: asked before the work whose result it gets.
+
+    Raises:
+        UsageError: ``not-a-file``.
+        OSError: the folder, or the nearest one that is there, may not be written.
+    """
+    import errno
+    import os
+
+    from shardwright.schemas.errors import UsageError
+
+    if file.is_dir():
+        raise UsageError("not-a-file", "this is a folder", where=str(file), next_action="name a file in it")
+    folder = next(parent for parent in file.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        number = errno.EACCES if folder.is_dir() else errno.ENOTDIR
+        raise OSError(number, os.strerror(number), str(folder))
+
+
+@dataclass
+class Stdout:
+    """What this command has done with stdout."""
+
+    used: bool = False
+
+
+STDOUT = Stdout()
+
+
 def put(text: str) -> None:
     """Write a result to stdout."""
+    STDOUT.used = True
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
 
@@ -150,3 +182,14 @@ def facts(rows: list[tuple[str, str]]) -> str:
     """Two aligned columns."""
     width = max((len(name) for name, _ in rows), default=0)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def put_facts(rows: list[tuple[str, str]], output: PlainOutput) -> None:
+    """Write two columns to stdout, as text or as a Markdown table."""
+    if output is not PlainOutput.markdown:
+        put(facts(rows))
+        return
+    from shardwright.workflows.report.blocks import Table
+    from shardwright.workflows.report.markdown import render
+
+    put(render((Table(("", ""), tuple((name.strip(), value) for name, value in rows)),)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from shardwright.schemas.files import write_atomic
 from shardwright.schemas.plan import AdaptationPlan, load_plan
 from shardwright.schemas.policy import Policy, PolicyResult
 from shardwright.schemas.run import RunRecord
+from shardwright.workflows.cli import faults
 from shardwright.workflows.cli.common import Output, facts, json_text, note, put
 from shardwright.workflows.cli.progress import Progress
 from shardwright.workflows.decide import Reviewer
@@ -58,25 +60,45 @@ REPORTS = {
 """File of a reports folder → its form."""
 
 
+@dataclass
+class Started:
+    """What is known of a run while its command goes on: its folder, as soon as there is one."""
+
+    folder: Path | None = None
+
+    def begin(self, run_dir: Path) -> Progress:
+        """Say where the run stands, and give its progress listener."""
+        note(f"run folder: {run_dir}")
+        self.folder = run_dir
+        return Progress()
+
+
 @contextmanager
-def finishing(run_dir: Path, output: Output, reports: Path | None = None) -> Iterator[Progress]:
-    """Give a progress listener; afterwards put the result, or the error in the wanted form, on stdout.
+def finishing(output: Output, reports: Path | None = None) -> Iterator[Started]:
+    """Around the whole of a verb: afterwards put the result, or what ended it in the wanted form, on stdout.
 
     Args:
-        reports: folder that gets the result in every form for machines, whichever way the run ends.
+        reports: folder that gets the result in every form for machines, whichever way the verb ends. What an earlier
+            run left there goes first, so nothing of another run is ever taken for this one's.
     """
-    note(f"run folder: {run_dir}")
+    if reports is not None:
+        for name in REPORTS:
+            (reports / name).unlink(missing_ok=True)
+    run = Started()
     try:
-        yield Progress()
-    except ShardwrightError as error:
-        put_optional(failure_text(run_dir, output, error))
-        _write_reports(reports, {name: failure_text(run_dir, form, error) for name, form in REPORTS.items()})
+        yield run
+    except (ShardwrightError, KeyboardInterrupt, OSError) as end:
+        error = faults.typed(end)
+        put_optional(failure_text(run.folder, output, error))
+        _write_reports(reports, {name: failure_text(run.folder, form, error) for name, form in REPORTS.items()})
         raise
-    plan, record = load_plan(run_dir / "plan.json"), load_record(run_dir)
+    if run.folder is None:
+        return
+    plan, record = load_plan(run.folder / "plan.json"), load_record(run.folder)
     if record is None:
         raise AssertionError("a finished run has a record")
-    put(success_text(run_dir, output, plan, record))
-    _write_reports(reports, {name: success_text(run_dir, form, plan, record) for name, form in REPORTS.items()})
+    put(success_text(run.folder, output, plan, record))
+    _write_reports(reports, {name: success_text(run.folder, form, plan, record) for name, form in REPORTS.items()})
 
 
 def put_optional(text: str) -> None:
@@ -91,9 +113,9 @@ def _write_reports(folder: Path | None, texts: dict[str, str]) -> None:
             write_atomic(folder / name, (text if text.endswith("\n") else text + "\n").encode())
 
 
-def _policy_result(run_dir: Path) -> PolicyResult | None:
-    path = run_dir / "policy_result.json"
-    return PolicyResult.model_validate_json(path.read_bytes()) if path.is_file() else None
+def _policy_result(run_dir: Path | None) -> PolicyResult | None:
+    path = None if run_dir is None else run_dir / "policy_result.json"
+    return PolicyResult.model_validate_json(path.read_bytes()) if path is not None and path.is_file() else None
 
 
 def success_text(run_dir: Path, output: Output, plan: AdaptationPlan, record: RunRecord) -> str:
@@ -111,23 +133,34 @@ def success_text(run_dir: Path, output: Output, plan: AdaptationPlan, record: Ru
     return result_text(run_dir, record)
 
 
-def failure_text(run_dir: Path, output: Output, error: ShardwrightError) -> str:
-    """What ended a run in one form; empty as text, because stderr says it."""
+def failure_text(run_dir: Path | None, output: Output, error: ShardwrightError) -> str:
+    """What ended a run in one form; empty as text, because stderr says it.
+
+    Args:
+        run_dir: ``None`` where the inputs were refused before there was a run.
+    """
     if output is Output.json:
-        return json_text({"schema_version": 1, "run_dir": str(run_dir), "error": error.as_dict()})
+        where = None if run_dir is None else str(run_dir)
+        return json_text({"schema_version": 1, "run_dir": where, "error": error.as_dict()})
     if output is Output.markdown:
         return limited(failure_markdown(run_dir, error), run_dir)
-    if output is Output.junit:
-        from shardwright.workflows.report.junit import junit
-
-        plan = load_plan(run_dir / "plan.json") if (run_dir / "plan.json").is_file() and error.area != "plan" else None
-        return junit(plan, _policy_result(run_dir), load_record(run_dir), error)
+    if output is Output.text:
+        return ""
+    record = None if run_dir is None else load_record(run_dir)
     if output is Output.sarif:
-        return _sarif(run_dir, load_record(run_dir), error)
-    return ""
+        return _sarif(run_dir, record, error)
+    from shardwright.workflows.report.junit import junit
+
+    return junit(_plan_of(run_dir, error), _policy_result(run_dir), record, error)
 
 
-def failure_markdown(run_dir: Path, error: ShardwrightError) -> str:
+def _plan_of(run_dir: Path | None, error: ShardwrightError) -> AdaptationPlan | None:
+    """The run's plan, where it has one that can be read."""
+    known = run_dir is not None and (run_dir / "plan.json").is_file() and error.area != "plan"
+    return load_plan(run_dir / "plan.json") if known and run_dir is not None else None
+
+
+def failure_markdown(run_dir: Path | None, error: ShardwrightError) -> str:
     """What ended a run, the policy rule by rule, and the next command."""
     from shardwright.workflows.report.markdown import cell, render
     from shardwright.workflows.report.policy_content import policy_document
@@ -137,7 +170,7 @@ def failure_markdown(run_dir: Path, error: ShardwrightError) -> str:
     return head if result is None else f"{head}\n{render(policy_document([('Policy', result)]))}"
 
 
-def _sarif(run_dir: Path, record: RunRecord | None, error: ShardwrightError | None) -> str:
+def _sarif(run_dir: Path | None, record: RunRecord | None, error: ShardwrightError | None) -> str:
     from shardwright.workflows.report.sarif import sarif
 
     result = _policy_result(run_dir)
@@ -177,10 +210,11 @@ def result_text(run_dir: Path, record: RunRecord) -> str:
     return facts(rows)
 
 
-def limited(text: str, whole: Path) -> str:
+def limited(text: str, whole: Path | None) -> str:
     """Text cut at a line so that it stays under the limit, with a pointer to the whole."""
     data = text.encode()
     if len(data) <= SUMMARY_LIMIT:
         return text
     kept = data[:SUMMARY_LIMIT].rsplit(b"\n", 1)[0].decode(errors="ignore")
-    return f"{kept}\n\nShortened; the whole report is `{whole}`.\n"
+    more = "" if whole is None else f"; the whole report is `{whole}`"
+    return f"{kept}\n\nShortened{more}.\n"

@@ -17,7 +17,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-OpsArgument = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Operators. [default: all]")]
+OpsArgument = Annotated[list[str] | None, typer.Argument(metavar="OP", help="Operators. [default: all]")]
 
 
 @app.command()
@@ -35,7 +35,7 @@ def verify(ops: OpsArgument = None, output: PlainOutputOption = PlainOutput.text
     else:
         from shardwright.kernels.suite import verify_table
 
-        put(verify_table(results))
+        _put_table(verify_table(results), output)
     if wrong := [f"{r.op} {r.case} {r.value}" for r in results if not r.ok]:
         raise CheckFailed(
             "kernel-wrong",
@@ -101,11 +101,12 @@ def prebuild(
 
         put_json([asdict(report) for report in reports])
     else:
-        for report in reports:
-            put(
-                f"{report.name}: {report.registers} registers, {report.shared_bytes} B shared memory, "
-                f"{report.spill_bytes} B spilled {report.complaint and '✗ ' + report.complaint}".rstrip()
-            )
+        lines = (
+            f"{report.name}: {report.registers} registers, {report.shared_bytes} B shared memory, "
+            f"{report.spill_bytes} B spilled {report.complaint and '✗ ' + report.complaint}".rstrip()
+            for report in reports
+        )
+        _put_table("\n".join(lines), output)
     if complaints := [report.complaint for report in reports if report.complaint]:
         raise CheckFailed(
             "kernel-does-not-fit",
@@ -113,6 +114,11 @@ def prebuild(
             where="kernels prebuild",
             next_action="choose a smaller tile in the operator's configs.py",
         )
+
+
+def _put_table(text: str, output: PlainOutput) -> None:
+    """Lined-up text, which Markdown keeps so in a block of code."""
+    put(f"```\n{text.rstrip()}\n```" if output is PlainOutput.markdown else text)
 
 
 written.register(app)

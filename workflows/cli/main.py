@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -11,7 +10,7 @@ from types import FrameType
 
 import typer
 
-from shardwright.schemas.errors import ExitCode, ShardwrightError
+from shardwright.schemas.errors import ExitCode, ShardwrightError, UsageError
 from shardwright.workflows.cli import (
     adapt,
     adapters,
@@ -19,6 +18,7 @@ from shardwright.workflows.cli import (
     calibrate,
     cluster,
     doctor,
+    faults,
     history,
     inspect,
     kernels,
@@ -30,6 +30,7 @@ from shardwright.workflows.cli import (
     show,
     watch,
 )
+from shardwright.workflows.cli.common import STDOUT, put_json
 
 EXIT_CODES = """\b
 Exit codes: 0 ok, 1 error, 2 usage, 3 needs approval, 4 policy denied, 5 stale plan, 6 legality failed,
@@ -67,28 +68,86 @@ def shardwright(
     """Options that stand before the verb."""
 
 
+def _whole_summaries(group: typer.Typer) -> None:
+    """Lists of verbs show each first sentence whole; without this they are cut to the width of a line."""
+    for verb in group.registered_commands:
+        first, *_ = " ".join((verb.callback.__doc__ or "").split("\n\n")[0].split()).split(". ")
+        verb.short_help = first.rstrip(".") + "."
+    for inner in group.registered_groups:
+        if inner.typer_instance is not None:
+            inner.short_help = str(inner.typer_instance.info.help)
+            _whole_summaries(inner.typer_instance)
+
+
 for module in (inspect, plan, review, apply, adapt, runs, show, calibrate, measured, adapters, doctor, watch):
     module.register(app)
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(kernels.app, name="kernels")
 app.add_typer(policies.app, name="policy")
 app.add_typer(history.app, name="runs")
+_whole_summaries(app)
 
 
 def main() -> None:
     """Run the command line; errors become ``code / where / next`` on stderr and the exit code of their kind."""
     _quiet_libraries()
+    STDOUT.used = False
     signal.signal(signal.SIGTERM, _stop)
     try:
+        _demand_text([*sys.argv[1:], os.getcwd()])
         app()
-    except ShardwrightError as error:
-        _end(f"error: {error.text()}", error.exit_code)
-    except KeyboardInterrupt:
-        _end("interrupted; the same command goes on from here", ExitCode.INTERRUPTED)
-    except BrokenPipeError:  # whoever read stdout has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        _end(f"error: {system_error(error)}", ExitCode.ERROR)
+    except SystemExit as ended:
+        cause = _swallowed(ended)
+        if isinstance(cause, KeyboardInterrupt):
+            _tell(cause)
+            echoed = "\n" if sys.stderr.isatty() else ""  # a terminal has written ^C
+            _end(f"{echoed}interrupted; {faults.GO_ON}", ExitCode.INTERRUPTED)
+        if not isinstance(cause, BrokenPipeError):
+            raise
+        _drop_stdout()
+    except BrokenPipeError:
+        _drop_stdout()
+    except (ShardwrightError, OSError) as error:
+        _tell(error)
+        _end(f"error: {faults.typed(error).text()}", faults.typed(error).exit_code)
+
+
+def _demand_text(words: list[str]) -> None:
+    """Names go into plans and records, which are UTF-8.
+
+    Raises:
+        UsageError: ``not-text``.
+    """
+    for word in words:
+        if not word.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in word):
+            raise UsageError(
+                "not-text",
+                f"{word!a} is not UTF-8",
+                where="command line",
+                next_action="rename the file or folder: plans and run records keep names as UTF-8 text",
+            )
+
+
+def _swallowed(ended: SystemExit) -> BaseException | None:
+    """The signal or closed pipe that Typer turned into an exit code without a word."""
+    inner = ended.__context__
+    return inner if isinstance(inner, BrokenPipeError) else getattr(inner, "__cause__", None)
+
+
+def _drop_stdout() -> None:
+    """Whoever read stdout has seen enough; what Python still flushes at the end goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ is not None else 1)
+
+
+def _tell(error: ShardwrightError | KeyboardInterrupt | OSError) -> None:
+    """Put the error on stdout where JSON was asked for, unless a result stands there already: one document, not two."""
+    if STDOUT.used or not faults.wants_json(sys.argv[1:]):
+        return
+    try:
+        put_json({"schema_version": 1, "error": faults.typed(error).as_dict()})
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_stdout()
 
 
 def _end(words: str, code: ExitCode) -> None:
@@ -100,18 +159,6 @@ def _end(words: str, code: ExitCode) -> None:
         sys.stderr.flush()
         os._exit(int(code))
     sys.exit(int(code))
-
-
-def system_error(error: OSError) -> str:
-    """What the operating system refused, in the form of every other error."""
-    code = errno.errorcode.get(error.errno or 0, "unknown").lower()
-    where = error.filename if error.filename is not None else "this machine"
-    advice = {
-        errno.ENOSPC: "free some space there, then start the same command again",
-        errno.EACCES: "check its owner and permissions, or name another place",
-        errno.EROFS: "name a place that can be written",
-    }.get(error.errno or 0, "mend that, then start the same command again")
-    return f"[system/{code}] {error.strerror or error}\n  where: {where}\n  next:  {advice}"
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -29,6 +29,7 @@ from shardwright.workflows.cli.common import (
     TimeLimitOption,
     TrialsOption,
     TrustOption,
+    demand_place,
     limits_of,
     note,
     put,
@@ -78,6 +79,8 @@ def plan(
     from shardwright.workflows.review.terminal import plan_text
     from shardwright.workflows.search_options import search_request
 
+    for file in filter(None, (out, report)):
+        demand_place(file)
     limits = limits_of(time_limit)
     options = llm_options(llm_config, llm_limit or ())
     asked, words = llm_request(llm, url=llm_url, model=llm_model, replay=llm_replay, offline=offline, options=options)

@@ -10,7 +10,7 @@ import typer
 
 from shardwright.workflows.cli.common import put, put_json
 
-app = typer.Typer(help="Try policies.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Test a policy against saved plans.", no_args_is_help=True, rich_markup_mode=None)
 
 
 class Form(StrEnum):
@@ -38,7 +38,7 @@ def policy() -> None:
 @app.command()
 def test(
     policy: Annotated[Path, typer.Argument(metavar="POLICY", help="A policy file.")],
-    plans: Annotated[list[Path], typer.Argument(metavar="PLAN...", help="Saved plans.")],
+    plans: Annotated[list[Path], typer.Argument(metavar="PLAN", help="Saved plans.")],
     expect: Annotated[
         Expected | None, typer.Option("--expect", help="Exit 0 where every plan ends so, 1 where one does not.")
     ] = None,

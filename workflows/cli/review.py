@@ -43,7 +43,10 @@ def review(
         Path | None,
         typer.Option("--policy", help="Policy to show and to apply to every edit; it does not decide here."),
     ] = None,
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the page. [default: a free one]")] = 0,
+    port: Annotated[
+        int,
+        typer.Option("--port", min=0, max=65535, show_default=False, help="Port of the page. [default: a free one]"),
+    ] = 0,
     serve: Annotated[
         bool, typer.Option("--serve", help="Serve the page even off a terminal, and open no browser.")
     ] = False,

@@ -16,10 +16,10 @@ from shardwright.workflows.cli.common import (
     PolicyOption,
     RunArgument,
     TimeLimitOption,
-    facts,
     limits_of,
     note,
     put,
+    put_facts,
     put_json,
 )
 
@@ -52,7 +52,7 @@ def status(run_dir: RunArgument, output: PlainOutputOption = PlainOutput.text) -
     rows += [("warning", text) for text in found.warnings]
     if found.next_command:
         rows.append(("next", found.next_command))
-    put(facts(rows))
+    put_facts(rows, output)
 
 
 def logs(
@@ -94,14 +94,15 @@ def resume(
     from shardwright.workflows.prepare import recorded_start
     from shardwright.workflows.request import load_request
 
-    limits = limits_of(time_limit)
-    rules, reviewer = deciders(headless, policy)
-    request = load_request(run_dir)
-    if request.goal == "plan":
-        raise UsageError(
-            "not-a-run", "this folder only made a plan", where=str(run_dir), next_action="use `shardwright apply`"
-        )
-    with finishing(run_dir, output) as listener:
+    with finishing(output) as run:
+        limits = limits_of(time_limit)
+        rules, reviewer = deciders(headless, policy)
+        request = load_request(run_dir)
+        if request.goal == "plan":
+            raise UsageError(
+                "not-a-run", "this folder only made a plan", where=str(run_dir), next_action="use `shardwright apply`"
+            )
+        listener = run.begin(run_dir)
         start = recorded_start(run_dir, request)
         drive(request, run_dir, listener=listener, policy=rules, reviewer=reviewer, start=start, limits=limits)
 

@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 
 def show(
     target: Annotated[
-        Path | None, typer.Argument(metavar="[PLAN|RUN_DIR]", help="A plan file or a run's folder.")
+        Path | None, typer.Argument(metavar="PLAN|RUN_DIR", help="A plan file or a run's folder.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
     schema: Annotated[
@@ -98,7 +98,7 @@ def _schema(name: str) -> str:
 def explain(
     plan: PlanArgument,
     subject: Annotated[
-        str | None, typer.Argument(metavar="[SUBJECT]", help="A proposal's id, fusions, memory, time, or strategy.")
+        str | None, typer.Argument(metavar="SUBJECT", help="A proposal's id, fusions, memory, time, or strategy.")
     ] = None,
     output: Annotated[Words, typer.Option("--output", help="Form of the result on stdout.")] = Words.text,
 ) -> None:

@@ -25,9 +25,10 @@ def run(context: Context, state: AdaptState) -> Output:
     request, stages, store = context.request, context.stages, context.store
     recipe = load_recipe(Path(request.recipe))
     cluster = stages.load_cluster(request.cluster)
+    pins = pin_data(recipe, context.data_root)  # cheap beside the profile, and oftener wrong
     profile = stages.profile(context.checkpoint)
     profile = profile.model_copy(update={"licence": profile.licence or stated_licence(context.checkpoint)})
-    pins = pin_data(recipe, context.data_root)
+    stages.documents(context.checkpoint, recipe.data)
     cluster_id, recipe_id, profile_id, data_id = map(store.put, (cluster, recipe, profile, pins))
 
     def resolve() -> Output:

@@ -1,4 +1,4 @@
-"""join: re-certify the fusions for the chosen mesh, re-cost once, and seal the plan."""
+"""join: re-certify the fusions for the best meshes, choose the fastest as run, and seal the plan."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from shardwright.schemas.graph import OpGraph
 from shardwright.schemas.lora import LoraTarget
 from shardwright.schemas.plan import DataPin
 from shardwright.schemas.profile import CheckpointProfile
+from shardwright.workflows.choosing import choose
 from shardwright.workflows.context import AdaptState, Context, Output
 from shardwright.workflows.environment import tool_versions, worker_environment
 from shardwright.workflows.nodes.search import SearchArtifact
-from shardwright.workflows.planning import Inputs, assemble, join
+from shardwright.workflows.planning import Inputs, assemble
 from shardwright.workflows.remote_code import pinned_code
 from shardwright.workflows.search_options import options_of, with_calibration, with_loads
 
@@ -25,7 +26,7 @@ def run(context: Context, state: AdaptState) -> Output:
     """Write ``plan.json``.
 
     Raises:
-        LegalityError, InfeasibleError: the search's best is not what the join can certify.
+        LegalityError, InfeasibleError: what the search found is not what the join can certify.
     """
     store, stages = context.store, context.stages
     cluster = store.get(state["cluster"], ClusterSpec)
@@ -44,9 +45,18 @@ def run(context: Context, state: AdaptState) -> Output:
             remote_code=pinned_code(context.checkpoint, context.request.trust_remote_code),
         )
         proposals = store.get(state["proposals"], tuple[FusionProposal, ...])
-        joined = join(stages, profile, inputs.recipe, cluster, inputs.targets, proposals, found.best)
+        chosen = choose(
+            stages,
+            inputs,
+            proposals,
+            found.best,
+            found.alternatives,
+            found.contenders,
+            found.record,
+            found.explanation,
+        )
         advice = store.get(state["advice"], LlmAdvice).record if "advice" in state else None
-        plan = assemble(inputs, joined, found.alternatives, found.record, found.explanation, advice)
+        plan = assemble(inputs, chosen.joined, chosen.alternatives, found.record, chosen.explanation, advice)
         options = options_of(context.request.search)
         plan = with_loads(with_calibration(plan, options.calibration), options.loads)
         return {"plan": context.keep_plan(plan)}

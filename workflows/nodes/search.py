@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import TypeAdapter
 
 from shardwright.schemas.advice import LlmAdvice
-from shardwright.schemas.base import Model
+from shardwright.schemas.base import Model, added
 from shardwright.schemas.canonical import sha256_of
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.lora import LoraTarget
@@ -26,6 +26,8 @@ class SearchArtifact(Model):
     alternatives: tuple[Alternative, ...]
     record: SearchRecord
     explanation: tuple[str, ...]
+    contenders: tuple[ParallelStrategy, ...] = added(())
+    """Strategies of further meshes, which the join prices too."""
 
 
 def run(context: Context, state: AdaptState) -> Output:
@@ -53,7 +55,11 @@ def run(context: Context, state: AdaptState) -> Output:
         )
         explanation = TypeAdapter(tuple[str, ...]).validate_python(as_lines(result.explanation))
         artifact = SearchArtifact(
-            best=result.best, alternatives=result.alternatives, record=result.record, explanation=explanation
+            best=result.best,
+            alternatives=result.alternatives,
+            record=result.record,
+            explanation=explanation,
+            contenders=result.contenders,
         )
         return {"search": store.put(artifact)}
 

@@ -83,7 +83,10 @@ def _table(table: Table) -> str:
     rows = "".join(_row(table, row, facts) for row in table.rows)
     narrow = len(table.numeric) == len(table.headers) <= 3
     kind = ' class="facts"' if facts else ' class="narrow"' if narrow else ""
-    body = f'<div class="wide"><table{kind}>{head}<tbody>{rows}</tbody></table></div>'
+    label = escape(table.caption or ", ".join(filter(None, table.headers)) or "facts")
+    body = f"<table{kind}>{head}<tbody>{rows}</tbody></table>"
+    if not facts:  # may be wider than the page: the keyboard must reach what scrolls
+        body = f'<div class="wide" tabindex="0" role="group" aria-label="{label}">{body}</div>'
     if table.folded:
         return f"<details><summary>{inline(table.caption)} ({len(table.rows)})</summary>{body}</details>"
     return f"<h3>{inline(table.caption)}</h3>{body}" if table.caption else body
@@ -95,11 +98,11 @@ def _row(table: Table, row: tuple[str, ...], facts: bool) -> str:
         if facts and index == 0:
             cells.append(f'<th scope="row">{inline(text)}</th>')
         elif index != table.prose:
-            shown = inline(text) if table.prose is None else _BREAK.sub("<wbr>", inline(text))
+            shown = inline(text) if facts else _BREAK.sub("<wbr>", inline(text))
             cells.append(f"<td{_align(table, index)}>{shown}</td>")
     if table.prose is None:
         return f"<tr>{''.join(cells)}</tr>"
-    note = f'<tr class="prose"><td colspan="{len(cells)}">{inline(row[table.prose])}</td></tr>'
+    note = f'<tr class="prose"><td colspan="{len(cells)}"><div>{inline(row[table.prose])}</div></td></tr>'
     return f'<tr class="above">{"".join(cells)}</tr>{note}'
 
 

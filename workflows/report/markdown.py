@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from shardwright.schemas.approval import Approval
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.run import RunRecord
@@ -45,7 +47,8 @@ def _block(block: Block) -> str:
     if isinstance(block, Figure):
         return ""  # its numbers stand in tables
     if isinstance(block, Code):
-        return f"```{block.language}\n{block.text}\n```"
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", block.text)), default=0))
+        return f"{fence}{block.language}\n{block.text}\n{fence}"
     raise TypeError(type(block).__name__)
 
 

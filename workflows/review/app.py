@@ -26,12 +26,13 @@ from shardwright.schemas.plan import load_plan
 from shardwright.schemas.policy import Policy
 from shardwright.schemas.words import plural
 from shardwright.workflows.report.units import count, duration, size
+from shardwright.workflows.review.cards import cards_of
 from shardwright.workflows.review.figures import region
 from shardwright.workflows.review.guard import HEADERS, LARGEST_FORM_BYTES, Guard
 from shardwright.workflows.review.live import news, run_of
 from shardwright.workflows.review.session import ReviewSession
 from shardwright.workflows.review.trial import Trial, as_text, attempt, changed, choices, is_list
-from shardwright.workflows.review.views import Page, cards_of, page_of
+from shardwright.workflows.review.views import Page, page_of
 
 HERE = Path(__file__).parent
 STATIC = {"review.css": "text/css", "review.js": "text/javascript", "htmx.min.js": "text/javascript"}

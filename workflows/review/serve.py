@@ -49,9 +49,9 @@ def serve(
 
 def _warm(server: ReviewServer) -> None:
     """Load what the first edit would wait for: seconds of imports."""
-    other = {"none": "full", "full": "none"}[server.session.plan.decision.strategy.checkpointing]
     try:
-        server.trial({"checkpointing": other})
+        now = server.session.plan.decision.strategy.checkpointing
+        server.trial({"checkpointing": "full" if now == "none" else "none"})
     except ShardwrightError:
         return
     finally:

@@ -16,6 +16,7 @@ from rich.text import Text as RichText
 from shardwright.schemas.errors import ShardwrightError
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.workflows.report.blocks import Block, Code, Document, Figure, Heading, Table, Text, Tiles
+from shardwright.workflows.report.columns import line_up, widths
 from shardwright.workflows.report.plan_content import alternatives_section, cost_section, fusion_section, plan_summary
 from shardwright.workflows.review.session import ReviewSession
 
@@ -78,12 +79,14 @@ def _print_table(console: Console, block: Table) -> None:
 
 
 def _print_prose_table(console: Console, block: Table, prose: int) -> None:
-    rows = [[cell.replace("`", "") for i, cell in enumerate(row) if i != prose] for row in block.rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row, original in zip(rows, block.rows, strict=True):
-        console.print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        if text := original[prose].replace("`", ""):
-            console.print(Padding(text, (0, 0, 0, 4)))
+    kept = [i for i in range(len(block.headers)) if i != prose]
+    rows = [[row[i].replace("`", "") for i in kept] for row in (block.headers, *block.rows)]
+    sizes = widths(rows, console.width)
+    right = [place for place, i in enumerate(kept) if i in block.numeric]
+    for cells, said in zip(rows, ("", *(row[prose] for row in block.rows)), strict=True):
+        console.print(line_up(cells, sizes, right), soft_wrap=True)
+        if said:
+            console.print(Padding(said.replace("`", ""), (0, 0, 0, 4)))
 
 
 def review_in_terminal(plan_file: Path) -> None:
@@ -119,8 +122,14 @@ def ask_until_decided(
             show(error.text())
 
 
+NEED_REASON = {"reject": "PROPOSAL", "edit": "AXIS=VALUE", "answer": "QUESTION=CHOICE"}
+
+
 def _obey(session: ReviewSession, words: list[str], show: Callable[[str], None]) -> bool:
     verb, rest = words[0], words[1:]
+    if verb in NEED_REASON and len(rest) < 2:
+        show(f"why? write the reason in the same line: {verb} {NEED_REASON[verb]} REASON")
+        return False
     if verb == "approve":
         session.approve(" ".join(rest))
         show(session.status()[0])
@@ -131,14 +140,14 @@ def _obey(session: ReviewSession, words: list[str], show: Callable[[str], None])
         return True
     if verb == "show":
         show(plan_text(session.plan))
-    elif verb == "reject" and rest:
-        show(session.reject(rest[0], rest[1] if len(rest) > 1 else ""))
-    elif verb == "edit" and rest and "=" in rest[0]:
+    elif verb == "reject":
+        show(session.reject(*rest))
+    elif verb == "edit" and "=" in rest[0]:
         values = dict(item.split("=", 1) for item in rest[0].split(",") if "=" in item)
-        show(session.edit(values, rest[1] if len(rest) > 1 else ""))
-    elif verb == "answer" and rest and "=" in rest[0]:
+        show(session.edit(values, rest[1]))
+    elif verb == "answer" and "=" in rest[0]:
         question, _, choice = rest[0].partition("=")
-        show(session.answer(question, choice, rest[1] if len(rest) > 1 else ""))
+        show(session.answer(question, choice, rest[1]))
     elif verb == "explain" and rest:
         from shardwright.workflows.explaining import explanation
 

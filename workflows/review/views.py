@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.schemas.fusion import FusionDecision, FusionProposal, Variant
-from shardwright.schemas.plan import AdaptationPlan
+from shardwright.schemas.plan import AdaptationPlan, Alternative
 from shardwright.schemas.policy import Policy, PolicyResult
 from shardwright.workflows.environment import worker_environment
 from shardwright.workflows.policy import evaluate
+from shardwright.workflows.report.plan_content import (
+    as_rivals,
+    compared_as_run,
+    figures,
+    on_front,
+    unfused_ms,
+    with_fusions,
+)
 from shardwright.workflows.report.units import duration, size
-from shardwright.workflows.review.decisions import Accepted
+from shardwright.workflows.review.cards import Card, cards_of
 from shardwright.workflows.review.figures.front import Point, pareto_front
 from shardwright.workflows.review.figures.memory import moments, waterfall
 from shardwright.workflows.review.figures.mesh import mesh_grid
@@ -19,86 +26,6 @@ from shardwright.workflows.review.live import run_of
 from shardwright.workflows.review.session import ReviewSession
 from shardwright.workflows.review.trial import Row, Trial, cost_rows, current
 from shardwright.workflows.watching import RunStatus
-
-INLINE_NODES = 600
-"""Nodes of all subgraphs together up to which cards come whole; above, each card's body is fetched when opened."""
-
-
-@dataclass(frozen=True)
-class Card:
-    """One fusion proposal."""
-
-    index: int
-    """Its place in the plan's proposals: the only name that addresses use."""
-    proposal: FusionProposal
-    decision: FusionDecision | None
-    accepted: Accepted | None
-    inline: bool = True
-
-    @property
-    def id(self) -> str:
-        return self.proposal.id
-
-    @property
-    def variant(self) -> Variant | None:
-        """The variant that would run, or the best that was thought of where none does."""
-        wanted = self.decision.variant if self.decision is not None else self.proposal.chosen
-        return next((v for v in self.proposal.variants if v.name == wanted), None)
-
-    @property
-    def state(self) -> str:
-        """``accepted``, ``rejected``, ``undecided`` or ``none`` (not in the plan, nothing to decide)."""
-        if self.decision is None:
-            return "none"
-        if self.decision.rejected:
-            return "rejected"
-        return "accepted" if self.accepted is not None else "undecided"
-
-    @property
-    def runs(self) -> str:
-        """How the region runs, in a few words."""
-        if self.decision is None:
-            return "refused" if not self.proposal.certificate.legal else "not installed"
-        if self.decision.rejected:
-            return "eager (rejected)"
-        provider = self.decision.provider
-        return "eager, unchanged" if provider == "eager" else f"{provider} · {self.decision.variant}"
-
-    @property
-    def fused(self) -> bool:
-        return self.decision is not None and not self.decision.rejected and self.decision.provider != "eager"
-
-    @property
-    def gain(self) -> tuple[str, str]:
-        """Speed-up beside eager with its origin, and the times behind it."""
-        variant = self.variant
-        if variant is None or variant.gain is None:
-            return "", ""
-        gain = variant.gain
-        times = f"{duration(gain.eager_ms)} → {duration(gain.time_ms)} a call, floor {duration(gain.floor_ms)}"
-        if variant.provider == "eager":
-            return f"{duration(gain.eager_ms)} a call", f"{gain.origin}; floor {duration(gain.floor_ms)}"
-        return f"×{gain.speedup:.3g}", f"{gain.origin}; {times}"
-
-    @property
-    def proved(self) -> tuple[int, int]:
-        obligations = self.proposal.certificate.obligations
-        return sum(o.status == "proved" for o in obligations), len(obligations)
-
-    @property
-    def other_variants(self) -> tuple[Variant, ...]:
-        """Variants that a reviewer may choose in its place."""
-        now = self.decision.variant if self.decision is not None and not self.decision.rejected else None
-        return tuple(v for v in self.proposal.variants if v.available and v.name != now)
-
-    @property
-    def after_label(self) -> str:
-        """The operator that stands for the region after fusion."""
-        best = self.variant if self.fused else None
-        best = best or next((v for v in self.proposal.variants if v.provider != "eager"), None)
-        if best is None:
-            return self.proposal.pattern
-        return f"{best.op if best.op != '-' else self.proposal.pattern} · {best.provider}"
 
 
 @dataclass(frozen=True)
@@ -190,20 +117,48 @@ class Page:
         return mesh_grid(decision.strategy.mesh, decision.cluster.devices_per_node, experts)
 
     @property
+    def chosen_priced(self) -> tuple[float, int]:
+        """Step time and reserved bytes of the chosen strategy, on the terms of its rivals."""
+        return as_rivals(self.plan)
+
+    @property
+    def chosen_on_front(self) -> bool:
+        return on_front(self.plan)
+
+    @property
+    def with_fusions(self) -> str:
+        """What the plan's fused operators make of the chosen strategy; empty where it has none."""
+        return with_fusions(self.plan)
+
+    @property
+    def both(self) -> bool:
+        """Whether step times stand with fused operators, and beside them without."""
+        return compared_as_run(self.plan)
+
+    @property
+    def unfused_ms(self) -> float:
+        return unfused_ms(self.plan)
+
+    @property
+    def rivals(self) -> tuple[tuple[Alternative, float, int], ...]:
+        """The rivals shown, each with the step time and reserved bytes that are compared."""
+        return tuple((rival, *figures(self.plan, rival)) for rival in self.plan.evidence.alternatives[:MOST_RIVALS])
+
+    @property
     def front(self) -> str:
-        cost = self.plan.evidence.cost
+        cost, (step_ms, reserved_bytes) = self.plan.evidence.cost, self.chosen_priced
         chosen = Point(
             "0",
-            cost.time.step_ms,
-            cost.memory.reserved_bytes,
+            step_ms,
+            reserved_bytes,
             self.plan.decision.strategy.text(),
-            pareto=True,
+            pareto=self.chosen_on_front,
             feasible=cost.feasible,
             chosen=True,
         )
         rivals = [
-            Point(str(i), a.step_ms, a.reserved_bytes, a.strategy.text(), a.pareto, a.feasible, href=f"/try/{i}")
-            for i, a in enumerate(self.plan.evidence.alternatives[:MOST_RIVALS], start=1)
+            Point(str(i), ms, held, a.strategy.text(), a.pareto, a.feasible, href=f"/try/{i}")
+            for i, (a, ms, held) in enumerate(self.rivals, start=1)
         ]
         return pareto_front([chosen, *rivals], cost.memory.budget_bytes)
 
@@ -221,19 +176,6 @@ class Page:
 
 
 MOST_RIVALS = 40
-
-
-def cards_of(session: ReviewSession) -> tuple[Card, ...]:
-    """One card a proposal: fused ones first, then what runs eagerly, then what is not in the plan."""
-    plan = session.plan
-    accepted = session.decisions.accepted(plan)
-    decisions = {fusion.proposal_id: fusion for fusion in plan.decision.fusions}
-    inline = sum(len(p.subgraph) for p in plan.evidence.proposals) <= INLINE_NODES
-    cards = [
-        Card(index, proposal, decisions.get(proposal.id), accepted.get(proposal.id), inline)
-        for index, proposal in enumerate(plan.evidence.proposals)
-    ]
-    return tuple(sorted(cards, key=lambda card: (card.decision is None, not card.fused, card.index)))
 
 
 def page_of(

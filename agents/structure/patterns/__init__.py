@@ -11,6 +11,8 @@ from shardwright.agents.structure.patterns.delta_rule_layer import DeltaRuleLaye
 from shardwright.agents.structure.patterns.dsa import SparseLatentAttention
 from shardwright.agents.structure.patterns.dsa_pooled import PooledSparseAttention
 from shardwright.agents.structure.patterns.experts import Experts
+from shardwright.agents.structure.patterns.experts_embedding import ExpertsEmbedding
+from shardwright.agents.structure.patterns.experts_loop import ExpertsLoop
 from shardwright.agents.structure.patterns.gate_up_merge import GateUpMerge
 from shardwright.agents.structure.patterns.gated_rms_norm import GatedRmsNorm
 from shardwright.agents.structure.patterns.latent_moe import LatentMoe
@@ -32,6 +34,8 @@ PATTERNS: tuple[Pattern, ...] = (
     AddRmsNorm(),
     SwiGlu(),
     Experts(),
+    ExpertsLoop(),
+    ExpertsEmbedding(),
     Router(),
     LinearCrossEntropy(),
     QkNormRope(),

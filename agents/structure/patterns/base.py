@@ -48,13 +48,14 @@ class Match:
         inner = self.anchor.removeprefix(self.captured.module_path)
         return tuple(place + inner if place else inner.removeprefix(".") for place in self.captured.occurrences)
 
-    def all_parameters(self) -> tuple[str, ...]:
-        """The region's parameters in every instance."""
+    def all_parameters(self, roles: tuple[str, ...] | None = None) -> tuple[str, ...]:
+        """The region's parameters in every instance; those of some roles where roles are given."""
         own = self.captured.module_path
         return tuple(
             place + name.removeprefix(own) if place else name
             for place in self.captured.occurrences
-            for name in self.parameters.values()
+            for role, name in self.parameters.items()
+            if roles is None or role in roles
         )
 
     @property
@@ -76,6 +77,8 @@ class VariantSpec:
     """Values of the ``form`` constant that this variant implements; empty means any."""
     not_installable: str = ""
     """Why workers cannot install it, where that does not depend on the cluster."""
+    packed: tuple[str, ...] = ()
+    """Roles whose parameters it reads packed: all of them must be stored so."""
 
     def computes(self, constants: dict[str, Any]) -> bool:
         """Whether it implements the form of a match with these constants."""

@@ -164,6 +164,11 @@ def rule_sizes(shape: dict[str, int]) -> dict[str, int]:
     return {**{name: shape[name] for name in names}, "docs": 1}
 
 
+ASSEMBLED = frozenset(("kda", "gated_delta", "short_conv"))
+"""Operators for which an assembler is known to have made wrong code of right source (docs/kernels-kda.md): a device has
+to have verified them before a plan may run them."""
+
+
 def verified(op: str) -> bool:
     """Whether the shipped evidence holds a time of ours for the operator's present source.
 

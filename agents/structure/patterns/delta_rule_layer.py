@@ -18,7 +18,7 @@ from shardwright.agents.structure.canonical import CanonicalGraph
 from shardwright.agents.structure.capture import CapturedGraph
 from shardwright.agents.structure.interpret import Sizes
 from shardwright.agents.structure.patterns.base import PART_OF_MODULE, Match, Pattern, Tensors, VariantSpec, View
-from shardwright.agents.structure.patterns.delta_rule import rule_second_opinion, verified
+from shardwright.agents.structure.patterns.delta_rule import ASSEMBLED, rule_second_opinion, verified
 from shardwright.agents.structure.patterns.delta_rule_kernels import OPERATORS, by_kernels, check, counted, layer_sizes
 from shardwright.agents.structure.patterns.delta_rule_module import around
 from shardwright.agents.structure.patterns.delta_rule_reading import Unread, read_layer
@@ -108,12 +108,15 @@ class DeltaRuleLayer(Pattern):
         )
 
     def refuses(self, match: Match, spec: VariantSpec) -> str:
-        """Workers run the module's projections one by one, and operators that a device has verified."""
+        """Workers run the module's projections one by one, and a recurrence and convolution that a device has verified.
+
+        The norm needs no such time, here as little as alone.
+        """
         if spec.provider != "shardwright":
             return ""
         if match.constants["not_plain"]:
             return f"{match.anchor} is more than projections: {match.constants['not_plain']}"
-        missing = [op for op in OPERATORS[match.constants["form"]] if not verified(op)]
+        missing = [op for op in OPERATORS[match.constants["form"]] if op in ASSEMBLED and not verified(op)]
         unproved = f"no device has verified {', '.join(missing)} at its present source: run the kernels suite"
         return unproved if missing else ""
 

@@ -14,22 +14,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from shardwright.agents.structure.canonical import CanonicalGraph
 from shardwright.agents.structure.capture import CapturedGraph
 from shardwright.agents.structure.differential import TOLERANCE, compare
 from shardwright.agents.structure.interpret import Fp64Region, Sizes
-from shardwright.agents.structure.patterns.base import Match, Pattern, Tensors, VariantSpec, View
+from shardwright.agents.structure.patterns.base import Match, Tensors, VariantSpec, View
 from shardwright.agents.structure.patterns.dsa_cases import case, two_documents
 from shardwright.agents.structure.patterns.dsa_kernels import by_kernels
 from shardwright.agents.structure.patterns.dsa_module import around
 from shardwright.agents.structure.patterns.dsa_reading import Read, read_attention
+from shardwright.agents.structure.patterns.dsa_shared import (
+    OURS,
+    LatentAttentionPattern,
+    check_attention,
+    check_indexer,
+)
 from shardwright.agents.structure.patterns.dsa_spelling import formula, spell, visible
-from shardwright.agents.structure.patterns.dsa_way import LayerSizes, told
-from shardwright.schemas.cluster import DeviceSpec
-from shardwright.schemas.fusion import VariantPredicate
-from shardwright.schemas.recipe import LoraSpec, Recipe
+from shardwright.agents.structure.patterns.dsa_way import LayerSizes
 
 LEARNING = ("q", "latent", "k_rot", "kv_b_weight")
 MAYBE_LEARNING = ("gate", "sinks")
@@ -39,14 +42,13 @@ LARGE_WEIGHT = 1 << 20
 """An up-projection of more values gets one case, and one with fewer keys: a real one has 16 M."""
 
 
-class SparseLatentAttention(Pattern):
+class SparseLatentAttention(LatentAttentionPattern):
     """Indexer, choice and attention as one operator."""
 
     name = "dsa"
     version = 1
     title = "Sparse latent attention"
     trainable = LEARNING
-    reads_views = True
     lora = "the up-projection's adapter is applied to absorbed queries and mixed latents, apart from the base"
 
     def find(self, captured: CapturedGraph, graph: CanonicalGraph) -> tuple[Match, ...]:
@@ -82,10 +84,6 @@ class SparseLatentAttention(Pattern):
 
     def gradients(self, match: Match) -> tuple[str, ...]:
         return (*LEARNING, *(role for role in MAYBE_LEARNING if role in match.region.inputs))
-
-    def sizes(self, match: Match) -> Sizes:
-        """As they are: widths are products of one another."""
-        return Sizes({})
 
     def comparable(self, results: Tensors, match: Match) -> Tensors:
         """The choice as a set of visible keys: the families fill early rows with keys that are masked again."""
@@ -128,16 +126,8 @@ class SparseLatentAttention(Pattern):
             raise ArithmeticError(f"with a choice of {FEW} keys the results differ by {seen.error:.1e}")
         return f"; with {FEW} of {S} keys too ({seen.values} numbers, {seen.error:.0e})"
 
-    def variants(self) -> tuple[VariantSpec, ...]:
-        anywhere = VariantPredicate(tp_max=1, device_types=("cuda", "cpu"))
-        kernel = VariantPredicate(tp_max=1, device_types=("cuda",))
-        return (
-            VariantSpec("kernel", "shardwright", "dsa", kernel),
-            VariantSpec("eager", "eager", "-", anywhere),
-        )
-
     def refuses(self, match: Match, spec: VariantSpec) -> str:
-        if spec.provider != "shardwright":
+        if spec.provider != OURS:
             return ""
         if match.constants["not_plain"]:
             return f"{match.anchor} is more than projections and norms: {match.constants['not_plain']}"
@@ -145,35 +135,17 @@ class SparseLatentAttention(Pattern):
             return f"{match.anchor} does not tell how many keys it selects"
         return ""
 
-    def refuses_adapter(self, spec: VariantSpec, lora: LoraSpec) -> str:
-        if spec.provider == "shardwright" and float(lora.dropout):
-            return "dropout before an adapter of the up-projection cannot be moved behind the attention"
-        return ""
-
     def kernel_reference(self, match: Match) -> Callable[[Tensors], Tensors] | None:
         return lambda values: by_kernels(values, match.constants)
 
     def check_kernel(self, match: Match, op: str, dtype: torch.dtype) -> bool:
-        from shardwright.kernels.dsa.attention import contract as attention
-        from shardwright.kernels.dsa.indexer import contract as indexer
-
         c = match.constants
         (_, C), (B, S, _) = match.region.spec("kv_b_weight").shape, match.region.spec("q").shape
         T, H = B * S, match.region.spec("q").shape[-1] // (c["nope"] + c["rope"])
-
-        def like(*shape: int, kind: torch.dtype = dtype) -> Tensor:
-            return torch.empty(shape, dtype=kind, device="meta")
-
-        q = {"q_nope": like(T, H, C), "q_rope": like(T, H, c["rope"])}
-        k = {"latent": like(T, 1, C), "k_rope": like(T, 1, c["rope"])}
-        chosen = like(T, 1, c["top_k"], kind=torch.int32)
-        attention.check_static(q, k, chosen, None, None, None, scale=c["scale"], block_size=1)
+        check_attention(T, H, C, c["rope"], c["top_k"], dtype, c["scale"])
         if c["form"] == "own":
-            J, D = match.region.spec("index_weights").shape[-1], c["index_width"]
-            parts = (like(T, J, D), like(T, D), like(T, J))
-            indexer.check_static(*parts, top_k=c["top_k"], query_start=0, scale=1.0)
-            tables = (like(T, c["rope"] // 2, kind=torch.float32),) * 2
-            indexer.check_rope(parts[1], *tables, c["index_layout"])
+            J = match.region.spec("index_weights").shape[-1]
+            check_indexer(T, J, c["index_width"], c["top_k"], dtype, c["rope"], c["index_layout"])
         return True
 
     def cost_shape(self, match: Match, tokens: int) -> dict[str, int]:
@@ -189,16 +161,9 @@ class SparseLatentAttention(Pattern):
             "R": c["rope"],
         }
 
-    def way(self, match: Match, spec: VariantSpec, recipe: Recipe, device: DeviceSpec) -> str:
-        if spec.provider != "shardwright":
-            return ""
-        c, tokens = match.constants, recipe.batch.sequence_tokens
-        if "sinks" in match.region.inputs:
-            return "rows of any length run sparse: libraries of dense attention take no sinks"
-        if c["form"] == "own" and float(recipe.indexer.loss):
-            return "rows of any length run sparse: the indexer learns from the sparse attention"
-        shape = self.cost_shape(match, tokens)
-        sizes = LayerSizes(
+    def layer_sizes(self, match: Match, tokens: int) -> LayerSizes:
+        c, shape = match.constants, self.cost_shape(match, tokens)
+        return LayerSizes(
             H=shape["H"],
             N=shape["N"],
             D=shape["D"],
@@ -208,7 +173,6 @@ class SparseLatentAttention(Pattern):
             key=c["nope"] + c["rope"],
             value=c["value"],
         )
-        return told(sizes, tokens, device, recipe.precision.base)
 
 
 def _sizes_of(captured: CapturedGraph, anchor: str) -> dict[str, int]:

@@ -14,23 +14,26 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from shardwright.agents.structure.canonical import CanonicalGraph
 from shardwright.agents.structure.capture import CapturedGraph
 from shardwright.agents.structure.differential import TOLERANCE, compare
 from shardwright.agents.structure.interpret import Fp64Region, Sizes
-from shardwright.agents.structure.patterns.base import Match, Pattern, Tensors, VariantSpec, View
+from shardwright.agents.structure.patterns.base import Match, Tensors, VariantSpec, View
 from shardwright.agents.structure.patterns.dsa_kernels import by_kernels_pooled
 from shardwright.agents.structure.patterns.dsa_module import around_pooled
 from shardwright.agents.structure.patterns.dsa_pooled_cases import CASES, case
 from shardwright.agents.structure.patterns.dsa_pooled_reading import read_pooled
 from shardwright.agents.structure.patterns.dsa_pooled_spelling import formula, members, spell
 from shardwright.agents.structure.patterns.dsa_reading import Read
-from shardwright.agents.structure.patterns.dsa_way import LayerSizes, told
-from shardwright.schemas.cluster import DeviceSpec
-from shardwright.schemas.fusion import VariantPredicate
-from shardwright.schemas.recipe import LoraSpec, Recipe
+from shardwright.agents.structure.patterns.dsa_shared import (
+    OURS,
+    LatentAttentionPattern,
+    check_attention,
+    check_indexer,
+)
+from shardwright.agents.structure.patterns.dsa_way import LayerSizes
 
 LEARNING = ("q", "latent", "kv_b_weight")
 FEW, SMALL = 4, 2
@@ -39,18 +42,15 @@ LARGE_WEIGHT = 1 << 20
 """An up-projection of more values gets one case, and one with small pools."""
 RULE_PLACE = 6
 """Arguments of the leaf: top_k stands here, the pool's tokens behind it."""
-NO_ROPE = 64
-"""Width of the zeros that stand for rotated parts: what the operator's fastest path takes."""
 
 
-class PooledSparseAttention(Pattern):
+class PooledSparseAttention(LatentAttentionPattern):
     """Choice of pools and attention as one operator."""
 
     name = "dsa_pooled"
     version = 1
     title = "Sparse latent attention over pools"
     trainable = LEARNING
-    reads_views = True
     maybe_empty = ("k_rot",)
     lora = (
         "the up-projection's adapter is applied to absorbed queries and mixed latents, apart from the base; the "
@@ -88,10 +88,6 @@ class PooledSparseAttention(Pattern):
     def oracle(self, values: Tensors, constants: dict[str, Any]) -> Tensors:
         return formula(values, constants)
 
-    def sizes(self, match: Match) -> Sizes:
-        """As they are: widths are products of one another."""
-        return Sizes({})
-
     def comparable(self, results: Tensors, match: Match) -> Tensors:
         """The choice as a set of keys: the family leaves free in which order pools come."""
         if "indices" not in results:
@@ -125,17 +121,9 @@ class PooledSparseAttention(Pattern):
             raise ArithmeticError(f"with pools of {SMALL} tokens the results differ by {seen.error:.1e}")
         return f"; with {FEW // SMALL} of {S // SMALL} pools of {SMALL} too ({seen.values} numbers, {seen.error:.0e})"
 
-    def variants(self) -> tuple[VariantSpec, ...]:
-        anywhere = VariantPredicate(tp_max=1, device_types=("cuda", "cpu"))
-        kernel = VariantPredicate(tp_max=1, device_types=("cuda",))
-        return (
-            VariantSpec("kernel", "shardwright", "dsa", kernel),
-            VariantSpec("eager", "eager", "-", anywhere),
-        )
-
     def refuses(self, match: Match, spec: VariantSpec) -> str:
         c = match.constants
-        if spec.provider != "shardwright":
+        if spec.provider != OURS:
             return ""
         if c["not_plain"]:
             return f"{match.anchor} is more than projections and norms: {c['not_plain']}"
@@ -145,33 +133,16 @@ class PooledSparseAttention(Pattern):
             return f"{match.anchor} leaves out the pool that a query is in: its first queries would see nothing"
         return ""
 
-    def refuses_adapter(self, spec: VariantSpec, lora: LoraSpec) -> str:
-        if spec.provider == "shardwright" and float(lora.dropout):
-            return "dropout before an adapter of the up-projection cannot be moved behind the attention"
-        return ""
-
     def kernel_reference(self, match: Match) -> Callable[[Tensors], Tensors] | None:
         return lambda values: by_kernels_pooled(values, match.constants)
 
     def check_kernel(self, match: Match, op: str, dtype: torch.dtype) -> bool:
-        from shardwright.kernels.dsa.attention import contract as attention
-        from shardwright.kernels.dsa.indexer import contract as indexer
-
         c = match.constants
         (_, C), (B, S, wide) = match.region.spec("kv_b_weight").shape, match.region.spec("q").shape
         T, H = B * S, wide // c["nope"]
-
-        def like(*shape: int, kind: torch.dtype = dtype) -> Tensor:
-            return torch.empty(shape, dtype=kind, device="meta")
-
-        q = {"q_nope": like(T, H, C), "q_rope": like(T, H, NO_ROPE)}
-        k = {"latent": like(T, 1, C), "k_rope": like(T, 1, NO_ROPE)}
-        chosen = like(T, 1, c["top_k"] + c["pool"] - 1, kind=torch.int32)
-        attention.check_static(q, k, chosen, None, None, None, scale=c["scale"], block_size=1)
+        check_attention(T, H, C, 0, c["top_k"] + c["pool"] - 1, dtype, c["scale"])
         if c["form"] == "own":
-            J, D = c["index_heads"], c["index_width"]
-            count = c["top_k"] // c["pool"]
-            indexer.check_static(like(T, J, D), like(T, D), like(T, J), top_k=count, query_start=0, scale=1.0)
+            check_indexer(T, c["index_heads"], c["index_width"], c["top_k"] // c["pool"], dtype)
         return True
 
     def cost_shape(self, match: Match, tokens: int) -> dict[str, int]:
@@ -190,12 +161,9 @@ class PooledSparseAttention(Pattern):
     def kernel_cost(self, match: Match, spec: VariantSpec, tokens: int) -> tuple[str, dict[str, int]]:
         return "dsa", self.cost_shape(match, tokens)
 
-    def way(self, match: Match, spec: VariantSpec, recipe: Recipe, device: DeviceSpec) -> str:
-        if spec.provider != "shardwright":
-            return ""
-        c, tokens = match.constants, recipe.batch.sequence_tokens
-        shape = self.cost_shape(match, tokens)
-        sizes = LayerSizes(
+    def layer_sizes(self, match: Match, tokens: int) -> LayerSizes:
+        c, shape = match.constants, self.cost_shape(match, tokens)
+        return LayerSizes(
             H=shape["H"],
             N=shape["N"],
             D=shape["D"],
@@ -205,7 +173,6 @@ class PooledSparseAttention(Pattern):
             key=c["nope"] + c["rope"],
             value=c["value"],
         )
-        return told(sizes, tokens, device, recipe.precision.base)
 
 
 def _sizes_of(captured: CapturedGraph, anchor: str) -> dict[str, int]:

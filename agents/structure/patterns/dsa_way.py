@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwright.kernels.dsa.attention.choose import MEASURED, TIMES, Measured, between
+from shardwright.kernels.dsa.attention.choose import MEASURED, TIMES, Measured, between, choose
 from shardwright.kernels.dsa.cost import cost, dense_cost
 from shardwright.schemas.cluster import DeviceSpec
 from shardwright.search_spaces.cost.compute import op_time_ms
@@ -59,6 +59,12 @@ def told(sizes: LayerSizes, tokens: int, device: DeviceSpec, dtype: str) -> str:
         f"rows of {tokens} tokens run sparse ({limit}; longer ones would be another function dense). Forward and "
         f"backward: {dense:.3g} ms dense, {sparse:.3g} ms {counted}; sparse is faster {where} ({basis})"
     )
+
+
+def faster(sizes: LayerSizes, tokens: int, device: DeviceSpec) -> str:
+    """The way where the recipe lets rows attend to all keys when that takes less time: what workers choose by."""
+    found = choose(tokens, sizes.K, device.name, training=True, dense_is_meant=True)
+    return f"rows of {tokens} tokens run {found.path}, the faster way that the recipe allows: {found.reason}"
 
 
 def crossing(times: Times) -> int:

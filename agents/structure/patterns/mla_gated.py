@@ -13,22 +13,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardwright.agents.structure.canonical import CanonicalGraph
 from shardwright.agents.structure.capture import CapturedGraph
 from shardwright.agents.structure.interpret import Sizes
-from shardwright.agents.structure.patterns.base import Match, Pattern, Tensors, VariantSpec, View
+from shardwright.agents.structure.patterns.base import Match, Tensors, VariantSpec, View
 from shardwright.agents.structure.patterns.dsa_cases import two_documents
 from shardwright.agents.structure.patterns.dsa_kernels import by_kernels_gated
 from shardwright.agents.structure.patterns.dsa_module import around
 from shardwright.agents.structure.patterns.dsa_reading import Read
-from shardwright.agents.structure.patterns.dsa_way import LayerSizes, told
+from shardwright.agents.structure.patterns.dsa_shared import (
+    OURS,
+    LatentAttentionPattern,
+    check_attention,
+    check_indexer,
+    unfilled,
+)
+from shardwright.agents.structure.patterns.dsa_way import LayerSizes
 from shardwright.agents.structure.patterns.mla_gated_reading import read_gated
 from shardwright.agents.structure.patterns.mla_gated_spelling import formula, spell
-from shardwright.schemas.cluster import DeviceSpec
-from shardwright.schemas.fusion import VariantPredicate
-from shardwright.schemas.recipe import LoraSpec, Recipe
 
 LEARNING = ("q", "latent", "k_rot", "kv_b_weight", "gate")
 CALLED = ("x", "attention_mask")
@@ -38,14 +41,13 @@ LIFT = 3.0
 CASES = ("normal", "half-the-heads-cut-off", "shut-gate", "tiny", "zero-latent")
 
 
-class GatedLatentAttention(Pattern):
+class GatedLatentAttention(LatentAttentionPattern):
     """Attention and gate as one operator, with the choice where there is one."""
 
     name = "mla_gated"
     version = 1
     title = "Gated latent attention"
     trainable = LEARNING
-    reads_views = True
     lora = "the up-projection's adapter is applied to what is absorbed or expanded, apart from the base"
 
     def find(self, captured: CapturedGraph, graph: CanonicalGraph) -> tuple[Match, ...]:
@@ -78,10 +80,6 @@ class GatedLatentAttention(Pattern):
     def oracle(self, values: Tensors, constants: dict[str, Any]) -> Tensors:
         return formula(values, constants)
 
-    def sizes(self, match: Match) -> Sizes:
-        """As they are: widths are products of one another."""
-        return Sizes({})
-
     def cases(self, match: Match, sizes: Sizes) -> dict[str, Tensors]:
         """Two documents under a mask; scores without ties, half of the heads cut off; a gate that is shut."""
         small = torch.Size(match.region.spec("kv_b_weight").shape).numel() <= LARGE_WEIGHT
@@ -107,17 +105,9 @@ class GatedLatentAttention(Pattern):
             made["latent"][:, 1] = 0
         return made
 
-    def variants(self) -> tuple[VariantSpec, ...]:
-        anywhere = VariantPredicate(tp_max=1, device_types=("cuda", "cpu"))
-        kernel = VariantPredicate(tp_max=1, device_types=("cuda",))
-        return (
-            VariantSpec("kernel", "shardwright", "dsa", kernel),
-            VariantSpec("eager", "eager", "-", anywhere),
-        )
-
     def refuses(self, match: Match, spec: VariantSpec) -> str:
         c = match.constants
-        if spec.provider != "shardwright":
+        if spec.provider != OURS:
             return ""
         if c["not_plain"]:
             return f"{match.anchor} is more than projections and norms: {c['not_plain']}"
@@ -127,35 +117,21 @@ class GatedLatentAttention(Pattern):
             return f"{match.anchor} has an indexer that this capture does not run: longer rows are another function"
         return ""
 
-    def refuses_adapter(self, spec: VariantSpec, lora: LoraSpec) -> str:
-        if spec.provider == "shardwright" and float(lora.dropout):
-            return "dropout before an adapter of the up-projection cannot be moved behind the attention"
-        return ""
-
     def kernel_reference(self, match: Match) -> Callable[[Tensors], Tensors] | None:
         return lambda values: by_kernels_gated(values, match.constants)
 
     def check_kernel(self, match: Match, op: str, dtype: torch.dtype) -> bool:
         from shardwright.kernels.dsa import contract
-        from shardwright.kernels.dsa.attention import contract as attention
-        from shardwright.kernels.dsa.indexer import contract as indexer
 
         c = match.constants
         (rows, C), (B, S, _) = match.region.spec("kv_b_weight").shape, match.region.spec("q").shape
-        T, H, N, R, V = B * S, c["heads"], c["nope"], c["rope"], c["value"]
-
-        def like(*shape: int, kind: torch.dtype = dtype) -> Tensor:
-            return torch.empty(shape, dtype=kind, device="meta")
-
-        parts = (like(T, H, N), like(T, H, R), like(T, C), like(T, R), like(rows, C), like(T, H, V))
-        contract.check_static(*parts, value=V, sinks=False, dense=c["form"] == "dense")
+        T, H, R = B * S, c["heads"], c["rope"]
+        shapes = ((T, H, c["nope"]), (T, H, R), (T, C), (T, R), (rows, C), (T, H, c["value"]))
+        parts = [unfilled(*shape, dtype=dtype) for shape in shapes]
+        contract.check_static(*parts, value=c["value"], sinks=False, dense=c["form"] == "dense")
         if c["form"] == "own":
-            q = {"q_nope": like(T, H, C), "q_rope": like(T, H, R)}
-            k = {"latent": like(T, 1, C), "k_rope": like(T, 1, R)}
-            chosen = like(T, 1, c["top_k"], kind=torch.int32)
-            attention.check_static(q, k, chosen, None, None, None, scale=c["scale"], block_size=1)
-            J, D = c["index_heads"], c["index_width"]
-            indexer.check_static(like(T, J, D), like(T, D), like(T, J), top_k=c["top_k"], query_start=0, scale=1.0)
+            check_attention(T, H, C, R, c["top_k"], dtype, c["scale"])
+            check_indexer(T, c["index_heads"], c["index_width"], c["top_k"], dtype)
         return True
 
     def cost_shape(self, match: Match, tokens: int) -> dict[str, int]:
@@ -165,15 +141,9 @@ class GatedLatentAttention(Pattern):
         chosen = {"N": c["index_heads"], "D": c["index_width"], "K": min(tokens, c["top_k"])} if own else {}
         return {**shape, "N": 0, "D": 0, "K": 0, **chosen}
 
-    def way(self, match: Match, spec: VariantSpec, recipe: Recipe, device: DeviceSpec) -> str:
-        c, tokens = match.constants, recipe.batch.sequence_tokens
-        if spec.provider != "shardwright":
-            return ""
-        if c["form"] == "dense":
-            return "rows of any length run dense in a library: the layer has no indexer"
-        if float(recipe.indexer.loss):
-            return "rows of any length run sparse: the indexer learns from the sparse attention"
-        sizes = LayerSizes(
+    def layer_sizes(self, match: Match, tokens: int) -> LayerSizes:
+        c = match.constants
+        return LayerSizes(
             H=c["heads"],
             N=c["index_heads"],
             D=c["index_width"],
@@ -183,4 +153,3 @@ class GatedLatentAttention(Pattern):
             key=c["nope"] + c["rope"],
             value=c["value"],
         )
-        return told(sizes, tokens, device, recipe.precision.base)

@@ -137,7 +137,9 @@ def bad_inputs(device: str) -> tuple[BadInput, ...]:
     at = torch.tensor([[0, 1, -1]] * T, dtype=torch.int32, device=device)
     bounds = bounds_of(T, device, first_query=0, keys=S)
 
-    def call(index: Tensor = at, *, q: Tensor = q, r: Tensor = r, k: Tensor = k, kr: Tensor = kr, **more: Any) -> None:
+    def call(
+        index: Tensor = at, *, q: Tensor = q, r: Tensor | None = r, k: Tensor = k, kr: Tensor | None = kr, **more: Any
+    ) -> None:
         from shardwright.kernels.dsa.attention.selection import raise_pending
 
         dsa_attention(q, r, k, kr, index, **{"scale": 1.0, **more})
@@ -165,6 +167,9 @@ def bad_inputs(device: str) -> tuple[BadInput, ...]:
         BadInput("three-key-heads", "heads-unsupported", lambda: call(threefold(at), k=threefold(k), kr=threefold(kr))),
         BadInput("widths-differ", "wrong-shape", lambda: call(k=k[:, :8].contiguous())),
         BadInput("width-of-no-vector", "width-unsupported", lambda: call(q=narrow(q), k=narrow(k))),
+        BadInput("rotated-queries-alone", "rope-unpaired", lambda: call(kr=None)),
+        BadInput("rotated-keys-alone", "rope-unpaired", lambda: call(r=None)),
+        BadInput("rotated-width-of-zero", "wrong-shape", lambda: call(r=r[..., :0], kr=kr[..., :0])),
         BadInput("block-of-three", "block-size-unsupported", lambda: call(block_size=3)),
         BadInput("too-many-selected", "too-many-selected", lambda: call(at.repeat(1, 6000))),
         BadInput("scale-is-nan", "bad-scale", lambda: call(scale=float("nan"))),

@@ -30,9 +30,9 @@ MAX_ADDRESS = (1 << 31) - 1
 
 ROLES = {
     "q_nope": "activation [T, H, V], absorbed",
-    "q_rope": "activation [T, H, R], rotated",
+    "q_rope": "activation [T, H, R], rotated; optional, with k_rope",
     "latent": "activation [S, V], key and value",
-    "k_rope": "activation [S, R], rotated",
+    "k_rope": "activation [S, R], rotated; optional, with q_rope",
     "indices": "int32 [T, K], -1 for nothing",
     "gate": "activation [T, H, V] or [T, H], optional",
     "sinks": "parameter [H], optional",
@@ -73,11 +73,14 @@ def check_static(
         indices: ``[T, G, K]``.
 
     Raises:
-        KernelError: ``dtype-mixed``, ``dtype-unsupported``, ``wrong-shape``, ``heads-unsupported``,
-            ``width-unsupported``, ``block-size-unsupported``, ``too-many-selected``, ``too-many-keys`` or
-            ``bad-scale``.
+        KernelError: ``rope-unpaired``, ``dtype-mixed``, ``dtype-unsupported``, ``wrong-shape``,
+            ``heads-unsupported``, ``width-unsupported``, ``block-size-unsupported``, ``too-many-selected``,
+            ``too-many-keys`` or ``bad-scale``.
     """
     named = {**q, **k}
+    if ("q_rope" in q) != ("k_rope" in k):
+        what = f"one rotated part without the other: {', '.join(named)}"
+        raise guards.refuse(NAME, "rope-unpaired", what, "pass q_rope and k_rope, or neither")
     gated = {} if gate is None else {"gate": gate}
     guards.one_dtype(NAME, {**named, **gated}, DTYPES)
     guards.one_dtype(NAME, {"indices": indices}, INDEX_DTYPES)
@@ -89,7 +92,10 @@ def check_static(
     alike = all(tuple(t.shape[:2]) == (T, H) for t in queries) and all(tuple(t.shape[:2]) == (S, G) for t in keys)
     widths = all(a.shape[2] == b.shape[2] and a.shape[2] > 0 for a, b in zip(queries, keys, strict=False))
     if not (alike and widths) or tuple(indices.shape[:2]) != (T, G):
-        raise guards.refuse(NAME, "wrong-shape", shapes, "pass one token count, one key count, equal widths")
+        how = (
+            "pass one token count, one key count, equal widths above 0; no rotated part (None) where nothing is rotated"
+        )
+        raise guards.refuse(NAME, "wrong-shape", shapes, how)
     if G < 1 or H < 1 or H % G or H // G > MAX_HEADS:
         what = f"{H} query heads on {G} key heads"
         raise guards.refuse(NAME, "heads-unsupported", what, f"a key head serves 1 to {MAX_HEADS} query heads, evenly")

@@ -47,6 +47,18 @@ def serves(p: Problem) -> bool:
     )
 
 
+def rotated_zeros(q_nope: Tensor, latent: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Zeros in place of rotated parts that a layer lacks, where the Hopper kernels then serve it; else nothing.
+
+    Their tiles are 512 + 64 columns: an eighth more products of the scores, on the faster kernels. The portable ones
+    take 512 columns as they are. ``q_nope [T, H, 512]``, ``latent [S, 512]``.
+    """
+    whole = q_nope.dim() == 3 and q_nope.shape[2] == LATENT and q_nope.shape[1] % HEADS == 0 and latent.dim() == 2
+    if not whole or q_nope.element_size() != 2 or device.capability(q_nope) != (9, 0):
+        return None, None
+    return q_nope.new_zeros(ROPE).expand(*q_nope.shape[:2], -1), latent.new_zeros(latent.shape[0], ROPE)
+
+
 def _positions(p: Problem) -> int:
     return power_of_two(p.positions, LEAST_POSITIONS)
 

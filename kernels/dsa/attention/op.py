@@ -5,11 +5,12 @@ What a runtime installs is one function::
     o, lse = dsa_attention(q_nope, q_rope, latent, k_rope, indices, gate, scale=scale)
 
 with ``q_nope [T, H, 512]`` the query times its head's part of the key up-projection (absorbed), ``q_rope [T, H, 64]``
-rotated, ``latent [S, 512]`` the normed key-value latent, ``k_rope [S, 64]`` rotated, ``indices [T, K]`` int32 from the
-indexer (-1 where fewer keys exist), ``gate`` optional, ``[T, H]`` or ``[T, H, 512]`` before its sigmoid. ``o [T, H,
-512]`` then goes through each head's value up-projection; ``lse [T, H]`` is what the indexer's loss needs. Batches are
-packed: T counts all tokens, indices are rows of the packed keys. The same meaning in plain torch, same arguments:
-``reference.dsa_attention_reference``. ``sparse_gqa_attention`` is the same over key heads with values of their own.
+rotated, ``latent [S, 512]`` the normed key-value latent, ``k_rope [S, 64]`` rotated (both ``None`` where nothing is
+rotated), ``indices [T, K]`` int32 from the indexer (-1 where fewer keys exist), ``gate`` optional, ``[T, H]`` or
+``[T, H, 512]`` before its sigmoid. ``o [T, H, 512]`` then goes through each head's value up-projection; ``lse [T, H]``
+is what the indexer's loss needs. Batches are packed: T counts all tokens, indices are rows of the packed keys. The same
+meaning in plain torch, same arguments: ``reference.dsa_attention_reference``. ``sparse_gqa_attention`` is the same over
+key heads with values of their own.
 
 Precision: scores, shares and sums in fp32; shares and dS rounded once to the inputs' dtype for the matrix products;
 gradients of keys summed in fp32 over all queries, then rounded once (in fixed order each query's part is rounded too).
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 from shardwright.kernels.dispatch import direct, wants_gradient
+from shardwright.kernels.dsa.attention import hopper_launch
 from shardwright.kernels.dsa.attention.compute import SparseAttention, compute_forward
 from shardwright.kernels.dsa.attention.problem import Problem
 from shardwright.kernels.dsa.attention.registered import dsa_attention_forward
@@ -52,9 +54,9 @@ def attend(p: Problem, deterministic: bool | None, check_indices: bool) -> tuple
 
 def dsa_attention(
     q_nope: Tensor,
-    q_rope: Tensor,
+    q_rope: Tensor | None,
     latent: Tensor,
-    k_rope: Tensor,
+    k_rope: Tensor | None,
     indices: Tensor,
     gate: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -70,7 +72,7 @@ def dsa_attention(
     Args:
         q_nope: ``[T, H, V]``, V at most 512; bf16, fp16 or fp32 like all others. Queries and keys may be views whose
             last dim is dense and whose rows start on 16-byte boundaries.
-        q_rope: ``[T, H, R]``.
+        q_rope: ``[T, H, R]``; ``None``, with ``k_rope``, where the layer rotates nothing.
         latent: ``[S, V]``, key and value.
         k_rope: ``[S, R]``.
         indices: ``[T, K]`` int32, each key (block) at most once in a row, -1 anywhere for nothing.
@@ -90,11 +92,13 @@ def dsa_attention(
     Raises:
         KernelError: an input outside ``contract``, or what ``selection`` finds.
     """
+    if q_rope is None and k_rope is None:
+        q_rope, k_rope = hopper_launch.rotated_zeros(q_nope, latent)
     p = Problem(
         q_nope,
         q_rope,
         _headed(latent),
-        _headed(k_rope),
+        None if k_rope is None else _headed(k_rope),
         None,
         _rowed(indices),
         bounds,

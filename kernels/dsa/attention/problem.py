@@ -22,7 +22,7 @@ def strides_of(*tensors: Tensor | None) -> list[int]:
 class Problem:
     """Query parts ``[T, H, width]``, key parts ``[S, G, width]``, selection ``[T, G, K]``.
 
-    ``v`` is ``None`` in the latent form: there the plain key part is the value.
+    ``v`` is ``None`` in the latent form: there the plain key part is the value. Rotated parts may be missing, both.
     """
 
     qn: Tensor
@@ -91,7 +91,7 @@ class Problem:
 
     def check_static(self) -> None:
         """Raises: KernelError: see ``contract.check_static``."""
-        q = {"q_nope": self.qn} if self.qr is not None else {"q": self.qn}
+        q = {"q_nope": self.qn} if self.v is None else {"q": self.qn}
         k = {"latent": self.kn} if self.v is None else {"k": self.kn}
         q |= {} if self.qr is None else {"q_rope": self.qr}
         k |= {} if self.kr is None else {"k_rope": self.kr}

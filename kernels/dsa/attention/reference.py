@@ -18,9 +18,9 @@ LARGEST_SINK = 2e38
 
 def dsa_attention_reference(
     q_nope: Tensor,
-    q_rope: Tensor,
+    q_rope: Tensor | None,
     latent: Tensor,
-    k_rope: Tensor,
+    k_rope: Tensor | None,
     indices: Tensor,
     gate: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -33,7 +33,7 @@ def dsa_attention_reference(
 
     Args:
         q_nope: ``[T, H, V]``, each head's query times its part of the key projection.
-        q_rope: ``[T, H, R]``, rotated.
+        q_rope: ``[T, H, R]``, rotated; ``None``, with ``k_rope``, where nothing is.
         latent: ``[S, V]``, normed; key and value at once.
         k_rope: ``[S, R]``, rotated.
         indices, gate, sinks, scale, block_size, bounds: as in ``sparse_gqa_attention_reference``, with one key head;
@@ -42,8 +42,8 @@ def dsa_attention_reference(
     Returns:
         o ``[T, H, V]`` and lse ``[T, H]``.
     """
-    q = torch.cat((q_nope, q_rope), -1)
-    k = torch.cat((latent, k_rope), -1)[:, None]
+    q = q_nope if q_rope is None else torch.cat((q_nope, q_rope), -1)
+    k = (latent if k_rope is None else torch.cat((latent, k_rope), -1))[:, None]
     return sparse_gqa_attention_reference(
         q, k, latent[:, None], indices[:, None], gate, sinks, scale=scale, block_size=block_size, bounds=bounds
     )

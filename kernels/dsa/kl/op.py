@@ -230,7 +230,8 @@ def dsa_kl(
         lse: ``[T, H]`` fp32, natural log, of the same attention: over the chosen keys, or over all; with a sink
             in it, heads count by the mass that they leave to keys.
         indices: ``[T, k]`` int32, distinct keys, -1 anywhere for nothing; a layer that shares its selection
-            passes that of the layer before.
+            passes that of the layer before. A key that stands twice counts twice, in target and scores alike: it is
+            the attention over this selection that refuses it.
         attention_scale: the attention's softmax scale.
         scale: of the indexer's scores; ``(N · D)^-0.5`` where ``None``.
         cu_seqlens: for the dense warm-up over packed sequences.

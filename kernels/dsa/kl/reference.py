@@ -69,6 +69,28 @@ def dsa_kl_reference(
     return rows.sum() / max(1, rows.numel()) if reduction == "mean" else rows.sum()
 
 
+def dsa_pooled_kl_reference(
+    q: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    q_main: Tensor,
+    k_main: Tensor,
+    lse: Tensor,
+    chosen: Tensor,
+    tokens: Tensor,
+    *,
+    scale: float,
+    attention_scale: float,
+) -> Tensor:
+    """Loss over chosen pools of keys, mean over queries; shapes as in ``pooled.dsa_pooled_kl``."""
+    scores = scores_at_reference(q, keys, weights, chosen, scale)
+    teacher = (q_main.detach(), k_main.detach(), lse.detach())
+    target = (
+        target_reference(*teacher, tokens, tokens >= 0, attention_scale).unflatten(1, (chosen.shape[1], -1)).sum(-1)
+    )
+    return kl_rows_reference(target, scores, chosen >= 0).sum() / max(1, q.shape[0])
+
+
 def attention_lse(
     q_main: Tensor,
     k_main: Tensor,

@@ -36,6 +36,14 @@ def test_the_numbers_of_the_story_are_the_reports(search: Search) -> None:
     assert milliseconds(result.cost.time.step_ms) in result.explanation[2]
 
 
+def test_one_rank_neither_gathers_nor_waits(search: Search) -> None:
+    result = search("qwen3_30b", "h200-1", batch=4, tokens=2048)
+    assert "gathers nothing" in result.explanation[0] and "drops gathered" not in result.explanation[0]
+    assert "no rank waits for another" in " ".join(result.explanation)
+    several = search("qwen3_30b", "h200-8", batch=64, tokens=4096)
+    assert "communication that nothing hides" in " ".join(several.explanation)
+
+
 def test_a_plan_without_margin_says_so(build: SimpleNamespace, tmp_path: Path) -> None:
     """A budget of 1.03 times the leanest plan: it fits, and no plan keeps 5% free."""
     profile, recipe, cluster = build.qwen3_30b(), build.recipe_of(batch=8), build.load_cluster("h200-8")

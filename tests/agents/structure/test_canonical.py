@@ -39,6 +39,8 @@ SAME: dict[str, tuple[Function, Function]] = {
     "cast-there-and-back": (lambda x: x.sin(), lambda x: x.float().to(torch.bfloat16).sin()),
     "views": (lambda x: x.view(24, 8), lambda x: x.unsqueeze(0).flatten(0, 2)),
     "transposes": (lambda x: x.transpose(0, 2), lambda x: x.permute(2, 1, 0)),
+    "transpose-by-attribute": (lambda x: x.mT, lambda x: x.transpose(-1, -2)),
+    "matrix-transpose-by-attribute": (lambda x: x.flatten(1).T, lambda x: x.flatten(1).transpose(0, 1)),
     "double-transpose": (lambda x: x.sin(), lambda x: x.transpose(0, 1).transpose(1, 0).sin()),
     "chunk-or-slice": (lambda x: x.chunk(2, -1)[1], lambda x: x[..., 4:]),
     "split-or-narrow": (lambda x: x.split([2, 6], dim=-1)[0], lambda x: x[:, :, :2]),

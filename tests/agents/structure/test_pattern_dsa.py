@@ -24,6 +24,7 @@ from shardwright.agents.structure.propose import propose
 from shardwright.agents.structure.rank import Target, variants
 from shardwright.agents.structure.testkit import PatternContract, captured_example, meta
 from shardwright.checkpoints.profile import profile_checkpoint
+from shardwright.schemas.errors import LegalityError
 from shardwright.schemas.recipe import IndexerSpec, LoraSpec
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces.catalogue import load_cluster
@@ -257,9 +258,21 @@ def test_the_decision_of_a_plan_says_it(mixtral_folder: Path, recipe: Any) -> No
     learning = recipe.model_copy(update={"indexer": IndexerSpec(loss="0.1")})
     (taught,) = propose(matches, facts, Target(cluster, profile, learning))
     assert "the indexer learns from the sparse attention" in choose(taught, cluster, Mesh()).reason
+    for settings, said in (
+        ({"loss": "0.1", "stage": "dense"}, "run dense: the indexers' warm-up attends to all keys"),
+        ({"attention": "faster"}, "the faster way that the recipe allows: "),
+        ({"scores": "fp8"}, "the indexer scores in fp8, so what it selects is an approximation"),
+    ):
+        set_so = recipe.model_copy(update={"indexer": IndexerSpec(**settings)})
+        (told,) = propose(matches, facts, Target(cluster, profile, set_so))
+        assert said in choose(told, cluster, Mesh()).reason and said not in proposal.reason
     captured, graph, facts = captured_example(family("hy_v4"))
     (sunk,) = propose(SparseLatentAttention().find(captured, graph), facts, Target(cluster, profile, recipe))
     assert "take no sinks" in sunk.reason
+    dense = recipe.model_copy(update={"indexer": IndexerSpec(loss="0.1", stage="dense")})
+    with pytest.raises(LegalityError, match="attends with sinks") as refused:
+        propose(SparseLatentAttention().find(captured, graph), facts, Target(cluster, profile, dense))
+    assert refused.value.code == "legality/indexer-stage-dense"
 
 
 def test_documents_of_the_cases_are_two() -> None:

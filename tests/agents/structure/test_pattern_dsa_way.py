@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwright.agents.structure.patterns.dsa_way import MEASURED_SIZES, crossing, told
+from shardwright.agents.structure.patterns.dsa_way import MEASURED_SIZES, crossing, faster, told
 from shardwright.search_spaces.catalogue import load_cluster
 
 pytest.importorskip("triton", reason="the operator's contract stands beside its kernels")
@@ -49,3 +49,16 @@ def test_a_crossing_is_the_first_length_at_which_sparse_is_faster() -> None:
     assert crossing(lambda T: (1.0, 2.0)) == 0
     lost = told(replace(MEASURED_SIZES, H=1, key=8, value=8), 8192, H200, "bfloat16")
     assert "sparse is faster at no length up to 262144" in lost
+
+
+def test_the_faster_way_is_the_one_that_workers_choose() -> None:
+    """By the times that ship: dense where it was faster, told with both; without times the selection stays."""
+    times = json.loads(TIMES.read_bytes())[H200.name]
+    for T in (8192, 32_768):
+        dense = sum(times["dense"][str(T)])
+        sparse = sum(times["sparse"][str(T)]) + times["indexer"][str(T)]
+        text = faster(MEASURED_SIZES, T, H200)
+        assert f"tokens run {'dense' if dense < sparse else 'sparse'}, the faster way" in text
+        assert f"{dense:.1f} ms dense and {sparse:.1f} ms sparse" in text
+    assert "no times were measured" in faster(MEASURED_SIZES, 8192, load_cluster("a100-8").device)
+    assert "same function" in faster(MEASURED_SIZES, 2048, load_cluster("a100-8").device)

@@ -153,7 +153,7 @@ def test_the_layer_graph_is_the_same_for_every_experts_implementation(tiny, capt
 
 def test_kernels_take_what_their_contract_has_and_refuse_the_rest() -> None:
     """Each gate of the expert kernels means the same there: their own reference, in fp64."""
-    from shardwright.agents.structure.patterns.experts import KERNEL_GATES, _choice
+    from shardwright.agents.structure.patterns.experts_kernels import KERNEL_GATES, choice_of
     from shardwright.agents.structure.patterns.gates import GATES
     from shardwright.kernels.grouped_lora_mlp.reference import activate_reference
 
@@ -161,6 +161,6 @@ def test_kernels_take_what_their_contract_has_and_refuse_the_rest() -> None:
     gate, up = torch.randn(2, 400, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 3
     assert {"silu", "silu-clamped", "swiglu-sloped", "situ", "relu2"} <= set(KERNEL_GATES)
     for form, constants in KERNEL_GATES.items():
-        activation, _ = _choice({**constants(numbers), "transposed": False, "split": "halves"})
+        activation, _ = choice_of({**constants(numbers), "transposed": False, "split": "halves"})
         found = activate_reference(gate, up if GATES[form].gated else None, activation)
         torch.testing.assert_close(found, GATES[form].oracle(gate, up, numbers), rtol=1e-12, atol=1e-12)

@@ -90,7 +90,9 @@ def test_a_cpu_cluster_stays_eager_and_says_why(on_cpu, kind) -> None:  # type: 
     assert not kernel.available and "cuda" in kernel.unavailable_because
 
 
-def test_packed_experts_close_their_own_kernels_and_no_other(on_cuda, mixtral_folder, profile, recipe, kind) -> None:  # type: ignore[no-untyped-def]
+def test_packed_files_leave_decoded_experts_their_kernels_and_close_no_other(  # type: ignore[no-untyped-def]
+    mixtral_folder, profile, recipe
+) -> None:
     stacks = {f"model.layers.{i}.mlp.experts.{name}_proj": "mxfp4" for i in range(3) for name in ("gate_up", "down")}
     opened = open_structure(mixtral_folder, profile, load_cluster("h200-8"), recipe)
     by_name = {f"{m.pattern.name}:{m.label}": m for m in opened.matches}
@@ -98,12 +100,16 @@ def test_packed_experts_close_their_own_kernels_and_no_other(on_cuda, mixtral_fo
     def kernel(match: str, packed: dict[str, str] | None) -> Variant:
         target = replace(opened.target, packed=packed)
         found = variants(by_name[match], target, adapted=False)
-        return next(v for v in found if v.provider == "shardwright")
+        return next(v for v in found if v.provider == "shardwright" and not v.name.startswith("kernel-mxfp4"))
 
     norm, experts = "rms_norm:input_layernorm", "experts:experts"
-    assert kernel(norm, {}).available and kernel(experts, {}).available
-    assert kernel(norm, stacks).available and not kernel(experts, stacks).available
-    assert "is stored as mxfp4" in kernel(experts, stacks).unavailable_because
+    for packed in ({}, stacks):
+        assert kernel(norm, packed).available and kernel(experts, packed).available
+        assert kernel(experts, packed).predicate.base_formats == ("compute",)
+    odd = dict.fromkeys(stacks, "some-later-format")
+    assert kernel(norm, odd).available and "is stored as some-later" in kernel(experts, odd).unavailable_because
+    norms = dict.fromkeys(by_name[norm].all_parameters(), "mxfp4")
+    assert not kernel(norm, norms).available
     packing = Packing(format="mxfp4", tensors=6, stored_bytes=1, logical_parameters=1)
     unknown = profile.model_copy(update={"packing": (packing,)})
     opened = replace(opened, target=replace(opened.target, profile=unknown))

@@ -8,11 +8,12 @@ import torch
 from shardwright.kernels import interpreter
 from shardwright.kernels.grouped_lora_mlp.contract import Activation, Kind, Layout
 from shardwright.kernels.grouped_lora_mlp.layer import Adapter, Wants, choice_of
-from shardwright.kernels.packed_experts import cases, configs, copies_launch, op, workspace
+from shardwright.kernels.packed_experts import biased_cases, cases, configs, copies_launch, op, workspace
 from shardwright.kernels.packed_experts.compute import PackedWeights
 from shardwright.kernels.packed_experts.reference import dequantise_reference, packed_experts_reference
 from shardwright.kernels.packed_experts.storage import PackedStack, fp8_stack, mxfp4_stack
 from shardwright.kernels.verify import poisoned_memory, verify_case, verify_repeats
+from shardwright.schemas.errors import KernelError
 
 interpreter.install()
 
@@ -34,23 +35,30 @@ def test_decoding_is_exact_for_every_byte_and_scale() -> None:
     assert torch.equal(copies_launch.dequantise(fp8(2, 128, 256, 1)), dequantise_reference(fp8(2, 128, 256, 1)))
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_error_is_no_larger_than_eagers(lora: bool) -> None:
+@pytest.mark.parametrize("of", ["base", "lora", "biases"])
+def test_error_is_no_larger_than_eagers(of: str) -> None:
     """Experts without rows, a hot one, rows of nobody, no rows; poisoned memory, same bits twice."""
-    suite = cases.LORA_SUITE if lora else cases.SUITE
-    shapes = suite.small_shapes[:2] if lora else suite.small_shapes
+    suite = {"base": cases.SUITE, "lora": cases.LORA_SUITE, "biases": biased_cases.SUITE}[of]
+    shapes = suite.small_shapes[:2] if of == "lora" else suite.small_shapes
     results = [result for shape in shapes for result in verify_case(suite, shape, torch.bfloat16, "cpu")]
     results.append(verify_repeats(suite, suite.small_shapes[0], torch.bfloat16, "cpu"))
     assert [result for result in results if not result.ok] == []
 
 
 @pytest.mark.parametrize(
-    ("kind", "packing", "interleaved"),
-    [("swiglu", "mxfp4", True), ("relu2", "mxfp4", False), ("situ", "fp8", False)],
+    ("kind", "packing", "interleaved", "biased"),
+    [
+        ("swiglu", "mxfp4", True, False),
+        ("relu2", "mxfp4", False, False),
+        ("situ", "fp8", False, False),
+        ("clamped_swiglu", "mxfp4", True, True),
+        ("relu2", "mxfp4", False, True),
+        ("situ", "fp8", False, True),
+    ],
 )
-def test_both_ways_agree_with_fp64(kind: Kind, packing: str, interleaved: bool) -> None:
-    """Decoded in the loop and from a copy: outputs, dx and all adapter gradients."""
-    activation = SITU if kind == "situ" else Activation(kind)
+def test_both_ways_agree_with_fp64(kind: Kind, packing: str, interleaved: bool, biased: bool) -> None:
+    """Decoded in the loop and from a copy: outputs, dx and all adapter gradients; biases reach past the clamp."""
+    activation = {"situ": SITU, "clamped_swiglu": biased_cases.CLAMPED}.get(kind, Activation(kind))
     E, H, I, R, r = 3, 128, 128 if packing == "fp8" else 64, 24, 5
     F = I * (2 if activation.gated else 1)
     make = fp8 if packing == "fp8" else (lambda E, N, K, seed: cases.stack(E, N, K, "cpu", seed))
@@ -61,12 +69,16 @@ def test_both_ways_agree_with_fp64(kind: Kind, packing: str, interleaved: bool) 
     factors = [(torch.randn(size, generator=generator) * size[-1] ** -0.5).bfloat16() for size in sizes]
     adapters = Adapter(factors[0], factors[1], 0.5), Adapter(factors[2], factors[3], 0.25)
     choice, given = choice_of(activation, Layout("out_in", interleaved), *adapters)
+    biases: tuple[torch.Tensor, ...] = ()
+    if biased:
+        biases = tuple(3 * torch.randn((E, width), generator=generator).bfloat16() for width in (F, H))
     leaves = [t.double().requires_grad_() for t in (x, *factors)]
     pairs = (leaves[1], leaves[2], 0.5), (leaves[3], leaves[4], 0.25)
-    y = packed_experts_reference(leaves[0], counts, *stacks, *pairs, activation, interleaved)
+    wide = (bias.double() for bias in biases)
+    y = packed_experts_reference(leaves[0], counts, *stacks, *pairs, activation, interleaved, *wide)
     exact = [y.detach(), *torch.autograd.grad(y, leaves, dy.double())]
     for dequantise in (False, True):
-        w = PackedWeights(*stacks, *given)
+        w = PackedWeights(*stacks, *given, *biases)
         with poisoned_memory():
             near, kept, _ = op.run_forward(choice, w, x, counts, True, dequantise)
             found = op.run_backward(choice, w, x, counts, kept, dy, Wants(), dequantise=dequantise)
@@ -74,6 +86,45 @@ def test_both_ways_agree_with_fp64(kind: Kind, packing: str, interleaved: bool) 
         for name, got, right in zip(("y", "dx", "ua", "ub", "da", "db"), ours, exact, strict=True):
             assert got is not None
             assert float((got.double() - right).norm() / right.norm()) < 1e-2, (name, dequantise)
+
+
+def test_one_bias_alone_is_added_where_it_belongs() -> None:
+    """Codes of zero: what is left of the layer is its biases, each expert's own, and nothing for rows of nobody."""
+    E, H, I, counts = 2, 64, 64, torch.tensor([3, 2])
+    nothing = [
+        PackedStack(s.values.zero_(), s.scales, "mxfp4") for s in (cases.stack(E, N, 64, "cpu", N) for N in (128, 64))
+    ]
+    x = torch.ones((6, H), dtype=torch.bfloat16)
+    after = torch.arange(E * H, dtype=torch.float32).reshape(E, H).bfloat16()
+    y = op.packed_experts(x, counts, *nothing, down_bias=after)
+    assert torch.equal(y[:5], after.repeat_interleave(counts, 0)) and bool((y[5:] == 0).all())
+    before = torch.full((E, 2 * I), 2.0, dtype=torch.bfloat16)
+    y = op.packed_experts(x, counts, *nothing, up_bias=before)
+    assert bool((y == 0).all())
+    one = cases.stack(E, H, I, "cpu", 3)
+    y = op.packed_experts(x, counts, nothing[0], one, up_bias=before)
+    h = torch.nn.functional.silu(torch.tensor(2.0)) * 2
+    exact = (h * dequantise_reference(one).float().sum(-1)).repeat_interleave(counts, 0)
+    assert torch.allclose(y[:5].float(), exact, rtol=2e-2, atol=2e-2) and bool((y[5:] == 0).all())
+
+
+def test_what_is_frozen_may_not_learn() -> None:
+    """Not in any way in, not with an fp8 base; without gradients the same tensors are taken."""
+    up, low = cases.stack(2, 128, 64, "cpu", 1), cases.stack(2, 64, 64, "cpu", 2)
+    x, counts = torch.ones((5, 64), dtype=torch.bfloat16), torch.tensor([3, 2])
+    bias = torch.ones((2, 64), dtype=torch.bfloat16, requires_grad=True)
+    base = fp8(1, 256, 128, 1), fp8(1, 128, 128, 2)
+    base[1].values.requires_grad_()
+    calls = (
+        lambda: op.packed_experts(x, counts, up, low, down_bias=bias),
+        lambda: op.packed_experts(torch.ones((5, 128), dtype=torch.bfloat16), counts[:1], *base),
+    )
+    for call in calls:
+        with pytest.raises(KernelError) as caught:
+            call()
+        assert caught.value.code == "kernel/trains-the-base"
+    with torch.no_grad():
+        assert calls[0]().isfinite().all()
 
 
 def test_a_base_scale_of_nan_reaches_its_own_expert_alone() -> None:
@@ -142,3 +193,26 @@ def test_traced_calls_give_the_same_bits() -> None:
         stacks = PackedStack(fakes[1], fakes[2], "mxfp4"), PackedStack(fakes[3], fakes[4], "mxfp4")
         n = torch.empty(4, dtype=torch.int32)
         assert op.packed_experts(fakes[0], n, *stacks, activation=SITU).shape == (30, 128)
+
+
+def test_traced_calls_with_biases_give_the_same_bits() -> None:
+    """With an adapter on one stack, so that what is there and what is not stand beside each other."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, *given = biased_cases.inputs({"R": 30, "E": 4, "H": 128, "I": 64}, torch.bfloat16, "cpu", 3)
+    generator = torch.Generator().manual_seed(6)
+    a, b = (torch.randn(size, generator=generator).bfloat16().requires_grad_() for size in ((4, 5, 64), (4, 128, 5)))
+    x.requires_grad_()
+    counts, stacks = cases.counts(30, 4, "cpu"), cases.stacks_of(tuple(given))
+
+    def run() -> list[torch.Tensor]:
+        low, form = Adapter(a, b, 0.5), biased_cases.CLAMPED
+        y = op.packed_experts(
+            x, counts, *stacks, low=low, up_bias=given[4], down_bias=given[5], activation=form, interleaved=True
+        )
+        return [y, *torch.autograd.grad(y, (x, a, b), torch.ones_like(y))]
+
+    plain = run()
+    with FlopCounterMode(display=False):
+        traced = run()
+    assert all(torch.equal(*pair) for pair in zip(plain, traced, strict=True))

@@ -7,6 +7,7 @@ Legend: B rows, S tokens a row, K selected keys.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from shardwright.kernels import interpreter
 
 interpreter.install()
 
+from shardwright.kernels.dsa.attention.choose import Measured, choose  # noqa: E402
 from shardwright.kernels.registry import source_sha256  # noqa: E402
 from shardwright.runtime import fused_dsa_layer, fused_dsa_loss  # noqa: E402
 from shardwright.runtime.experts.balance import LoadMeter  # noqa: E402
@@ -312,17 +314,122 @@ def test_a_layer_that_learns_runs_sparse_even_where_it_selects_all() -> None:
     install_fusions(model, (decision(model, "deepseek_v32", 0),))
     (layer,) = fused_dsa_loss.fused_layers(model)
     assert layer.choice(S).path == "dense"
-    loss_of(model, 1.0, 1.0).put_on()
-    assert layer.choice(S).path == "sparse" and "learns" in layer.choice(S).reason
+    loss = loss_of(model, 1.0, 1.0)
+    loss.put_on()
+    assert layer.choice(S).path == "sparse" and "learns" in layer.choice(S).reason and layer.learns
+    with loss.silent():
+        assert layer.choice(S).path == "dense" and not layer.learns
+    assert layer.learns
 
 
-def plan_with(coefficient: str) -> Any:
+def plan_with(coefficient: str, **more: str) -> Any:
     from types import SimpleNamespace
 
     from shardwright.schemas.recipe import DataSpec, IndexerSpec, Recipe
 
-    recipe = Recipe(data=DataSpec(train="a", held_out="b"), indexer=IndexerSpec(loss=coefficient))
+    recipe = Recipe(data=DataSpec(train="a", held_out="b"), indexer=IndexerSpec(loss=coefficient, **more))
     return SimpleNamespace(decision=SimpleNamespace(recipe=recipe, strategy=SimpleNamespace(micro_batch_sequences=2)))
+
+
+def installed(model: Any, family: str) -> Any:
+    return install_fusions(model, tuple(decision(model, family, at) for at in range(len(LAYERS[family]))))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_dense_warm_up_attends_to_all_and_learns_over_all(family: str) -> None:
+    """Logits and every gradient are the family's with a choice of all keys, the indexer's those of plain torch."""
+    model, plain, whole = learning_model(family), learning_model(family), learning_model(family)
+    installed(model, family)
+    loss = fused_dsa_loss.indexer_loss_for(plan_with("0.5", stage="dense"), model, LoadMeter())
+    assert loss is not None
+    with loss.meter.record():
+        after = named_gradients(model, two_documents())
+    assert {(way.path, "warm-up" in way.reason) for way in ways_taken(model)} == {("dense", True)}
+    loss.put_on_plain(plain)
+    expected = named_gradients(plain, two_documents())
+    learned = sorted(name for name in after if ".indexer." in name)
+    assert len(learned) == 6 and distance([after[n] for n in learned], [expected[n] for n in learned]) < 1e-4
+    whole.model.layers[0].self_attn.indexer.index_topk = S
+    everything = named_gradients(whole, two_documents())
+    assert {*everything} == {*after} - {*learned}
+    for found in (after, expected):
+        assert distance([found[n] for n in everything], list(everything.values())) < TOLERANCE
+    value = loss.take()
+    assert value is not None and float(value) > 0
+
+
+def test_the_warm_up_lowers_its_loss() -> None:
+    model = learning_model("deepseek_v32")
+    installed(model, "deepseek_v32")
+    loss = fused_dsa_loss.indexer_loss_for(plan_with("1", stage="dense"), model, LoadMeter())
+    assert loss is not None
+    learning = {n: p for n, p in model.named_parameters() if ".indexer." in n and p.requires_grad}
+    seen = []
+    for _ in range(4):
+        with loss.meter.record():
+            found = named_gradients(model, two_documents())
+        seen.append(float(loss.take() or 0))
+        with torch.no_grad():
+            for name, parameter in learning.items():
+                parameter -= 8.0 * found[name]
+    assert seen == sorted(seen, reverse=True) and seen[-1] < 0.9 * seen[0], seen
+
+
+def test_sinks_have_no_dense_warm_up() -> None:
+    model = learning_model("hy_v4")
+    installed(model, "hy_v4")
+    with pytest.raises(LegalityError, match="2 layers attend with sinks") as caught:
+        fused_dsa_loss.indexer_loss_for(plan_with("0.5", stage="dense"), model, LoadMeter())
+    assert caught.value.code == "legality/indexer-stage-dense"
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "hy_v4"])
+def test_scores_in_fp8_choose_as_rounded_values_do(family: str) -> None:
+    """The operator's choice, and the plain model's that follows it: the same, and not that of exact scores.
+
+    Keys are nearly alike but for what is rotated, so that rounding to e4m3 changes the choice.
+    """
+    model, plain = build(family), build(family)
+    for one in (model, plain):
+        norm = one.model.layers[0].self_attn.indexer.k_norm
+        nn.init.constant_(norm.weight, 0.01)
+        nn.init.zeros_(norm.bias)
+        nn.init.ones_(norm.bias[16:] if FAMILIES[family]["index_first"] else norm.bias[:16])
+    exact = run(model, two_documents())
+    installed(model, family)
+    settings = fused_dsa_loss.indexer_loss_for(plan_with("0", scores="fp8"), model, LoadMeter())
+    assert settings is not None and settings.layers == () and settings.take() is None
+    settings.put_on_plain(plain)
+    found = run(model, two_documents())
+    assert distance(found, run(plain, two_documents())) < TOLERANCE
+    assert distance(found, exact) > 100 * TOLERANCE, "rounding changes no choice here"
+
+
+@pytest.mark.parametrize("dense_ms", [1.0, 3.0])
+def test_the_faster_way_is_taken_where_the_recipe_allows_it(dense_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the times of this device, told with them; the plain model follows. Without times the selection stays."""
+    model, plain, whole = (build("glm_moe_dsa") for _ in range(3))
+    installed(model, "glm_moe_dsa")
+    settings = fused_dsa_loss.indexer_loss_for(plan_with("0", attention="faster"), model, LoadMeter())
+    assert settings is not None
+    layer = fused_dsa_loss.fused_layers(model)[0]
+    assert layer.choice(S).path == "sparse" and "no times were measured on cpu" in layer.choice(S).reason
+    measured = {"cpu": Measured({S: (dense_ms, dense_ms)}, {S: (1.5, 1.5)}, {S: 1.0})}
+    monkeypatch.setattr(fused_dsa_layer, "choose", partial(choose, measured=measured))
+    settings.put_on_plain(plain)
+    found = run(model, two_documents())
+    (way,) = ways_taken(model)
+    assert way.path == ("dense" if dense_ms < 2 else "sparse") and f"{2 * dense_ms:.1f} ms dense and 4.0" in way.reason
+    assert distance(found, run(plain, two_documents())) < TOLERANCE
+    whole.model.layers[0].self_attn.indexer.index_topk = S
+    assert (distance(found, run(whole, two_documents())) < TOLERANCE) == (dense_ms < 2)
+
+
+def test_settings_without_an_indexer_are_refused() -> None:
+    plain = nn.Linear(2, 2)
+    with pytest.raises(RecipeError) as caught:
+        fused_dsa_loss.indexer_loss_for(plan_with("0", scores="fp8"), plain, LoadMeter())
+    assert caught.value.code == "recipe/indexer-none"
 
 
 def test_a_recipe_asks_for_the_loss_or_not() -> None:
@@ -339,3 +446,38 @@ def test_a_recipe_asks_for_the_loss_or_not() -> None:
     with pytest.raises(RecipeError) as nothing:
         fused_dsa_loss.indexer_loss_for(plan_with("0.1"), frozen, LoadMeter())
     assert nothing.value.code == "recipe/indexer-loss-frozen"
+
+
+def trained(model: Any, ids: Tensor, steps: int = 2) -> list[float]:
+    """Losses of AdamW steps on every adapter; each backward is the indexers' too, where their loss is on."""
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, losses = torch.optim.AdamW(learning, lr=0.02), []
+    for _ in range(steps):
+        loss = model(input_ids=ids, position_ids=two_documents(), labels=ids, use_cache=False).loss
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tiny_model_trains_as_the_family_does(family: str) -> None:
+    """Two steps with the own loss of its indexers: the plain family's losses, falling, and its adapters."""
+    model, plain = learning_model(family), learning_model(family)
+    switches = installed(model, family)
+    before = {name: part.detach().clone() for name, part in model.named_parameters() if part.requires_grad}
+    loss = fused_dsa_loss.indexer_loss_for(plan_with("4"), model, LoadMeter())
+    assert loss is not None
+    loss.put_on_plain(plain)
+    fused = named_gradients(model, two_documents())
+    with fusions_off(switches):
+        unfused = named_gradients(model, two_documents())
+    assert {*fused} == {*unfused} == {*before}
+    assert distance([fused[name] for name in before], [unfused[name] for name in before]) < 1e-4
+    ids = torch.arange(B * S).view(B, S) * 7 % 50 + 3
+    found, expected = trained(model, ids), trained(plain, ids)
+    assert found == pytest.approx(expected, rel=1e-4) and found[-1] < found[0]
+    after, others = dict(model.named_parameters()), dict(plain.named_parameters())
+    assert all(not torch.equal(after[name], part) for name, part in before.items()), "every adapter moved"
+    assert distance([after[n].detach() for n in before], [others[n].detach() for n in before]) < 1e-2

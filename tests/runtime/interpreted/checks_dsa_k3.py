@@ -23,13 +23,15 @@ from shardwright.checkpoints.models.kimi_k3.attention import (  # noqa: E402
     apart,
 )
 from shardwright.kernels.registry import source_sha256  # noqa: E402
-from shardwright.runtime.fuse import install_fusions  # noqa: E402
+from shardwright.runtime.experts.balance import LoadMeter  # noqa: E402
+from shardwright.runtime.fuse import fusions_off, install_fusions  # noqa: E402
 from shardwright.runtime.fused_dsa_layer import DenseLatentAttention  # noqa: E402
-from shardwright.runtime.fused_dsa_loss import fused_layers  # noqa: E402
+from shardwright.runtime.fused_dsa_loss import fused_layers, indexer_loss_for  # noqa: E402
 from shardwright.runtime.lora.linear import LoraLinear  # noqa: E402
 from shardwright.runtime.segments import bounds_of, segments  # noqa: E402
 from shardwright.schemas.errors import LegalityError  # noqa: E402
 from shardwright.schemas.fusion import FusionDecision  # noqa: E402
+from shardwright.schemas.recipe import DataSpec, IndexerSpec, Recipe  # noqa: E402
 
 B, S, K = 2, 8, 4
 TOLERANCE = 1e-5
@@ -214,3 +216,50 @@ def test_a_mask_of_other_places_is_refused() -> None:
     with pytest.raises(LegalityError, match="differs from causal documents at 1 of") as caught:
         model(torch.zeros(B, S, CONFIG.hidden_size), mask)
     assert caught.value.code == "legality/fusion-dsa"
+
+
+def sparse_model() -> Model:
+    """With adapters on the indexer, keys nearly alike: rounding them changes the choice."""
+    model = Model(GatedSparseAttention)
+    indexer = model.attention.indexer
+    nn.init.constant_(indexer.k_norm.weight, 0.01)
+    nn.init.ones_(indexer.k_norm.bias)
+    for child in ("wq_b", "wk", "weights_proj"):
+        made = LoraLinear(getattr(indexer, child), 4, 0.5, 0.0, torch.float32)
+        nn.init.normal_(made.lora_a, std=0.2)
+        nn.init.normal_(made.lora_b, std=0.001)
+        setattr(indexer, child, made)
+    return model
+
+
+def learned(model: Model, mask: Tensor | None) -> dict[str, Tensor]:
+    x = torch.randn(B, S, CONFIG.hidden_size, generator=torch.Generator().manual_seed(5))
+    learning = {name: part for name, part in model.named_parameters() if part.requires_grad}
+    found = torch.autograd.grad(model(x, mask).square().sum(), list(learning.values()), allow_unused=True)
+    return {name: part for name, part in zip(learning, found, strict=True) if part is not None}
+
+
+@pytest.mark.parametrize("settings", [{"loss": "0.5"}, {"loss": "0.5", "stage": "dense"}, {"scores": "fp8"}])
+def test_the_recipe_is_obeyed_by_both_ways_of_the_live_module_and_by_the_plain_one(settings: dict[str, str]) -> None:
+    """Every gradient with fusions on, off, and of the plain module; two documents in a row."""
+    model, plain = sparse_model(), sparse_model()
+    positions = torch.stack([torch.arange(S), torch.cat([torch.arange(3), torch.arange(S - 3)])])
+    mask = apart(positions)
+    before = learned(plain, mask)
+    switches = install_fusions(model, (decision("own"),))
+    recipe = Recipe(data=DataSpec(train="a", held_out="b"), indexer=IndexerSpec(**settings))
+    plan: Any = SimpleNamespace(
+        decision=SimpleNamespace(recipe=recipe, strategy=SimpleNamespace(micro_batch_sequences=2))
+    )
+    loss = indexer_loss_for(plan, model, LoadMeter())
+    assert loss is not None
+    loss.put_on_plain(plain)
+    fused = learned(model, mask)
+    with fusions_off(switches):
+        unfused = learned(model, mask)
+    assert len([name for name in fused if "indexer" in name]) == (6 if "loss" in settings else 0)
+    for other in (unfused, learned(plain, mask)):
+        assert {*other} == {*fused}
+        assert max(float((fused[n] - other[n]).abs().max() / other[n].abs().max()) for n in fused) < 1e-4
+    apart_by = max(float((fused[n] - before[n]).abs().max() / before[n].abs().max()) for n in before)
+    assert apart_by < 1e-4 if settings == {"loss": "0.5"} else apart_by > 1e-2

@@ -269,12 +269,170 @@ def test_a_plan_without_the_pools_parts_is_refused() -> None:
         install_fusions(model, (made.model_copy(update={"roles": roles}),))
 
 
-def test_the_indexers_own_loss_is_refused() -> None:
+def learning_model() -> Any:
+    """Adapters on the indexers too."""
     model = build()
-    install(model)
-    recipe = Recipe(data=DataSpec(train="a", held_out="b"), indexer=IndexerSpec(loss="0.1"))
+    for layer in model.layers:
+        for child in ("wq_b", "wk", "weights_proj") if layer.self_attn.indexer is not None else ():
+            setattr(layer.self_attn.indexer, child, adapted(getattr(layer.self_attn.indexer, child)))
+    return model
+
+
+def plan_with(**indexer: str) -> Any:
+    recipe = Recipe(data=DataSpec(train="a", held_out="b"), indexer=IndexerSpec(**indexer))
     strategy = SimpleNamespace(micro_batch_sequences=2)
-    plan: Any = SimpleNamespace(decision=SimpleNamespace(recipe=recipe, strategy=strategy))
-    with pytest.raises(LegalityError, match="one over keys") as caught:
-        fused_dsa_loss.indexer_loss_for(plan, model, LoadMeter())
-    assert caught.value.code == "legality/indexer-loss-pooled"
+    return SimpleNamespace(decision=SimpleNamespace(recipe=recipe, strategy=strategy))
+
+
+def named_gradients(model: Any, positions: Tensor | None = None) -> dict[str, Tensor]:
+    """Of the states' sum and whatever is attached to it; only what gets one."""
+    learning = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    states = model(input_ids=IDS, position_ids=positions, use_cache=False).last_hidden_state
+    weights = torch.linspace(-1, 1, states.numel()).view(states.shape)
+    found = torch.autograd.grad((states * weights).sum(), list(learning.values()), allow_unused=True)
+    return {name: part for name, part in zip(learning, found, strict=True) if part is not None}
+
+
+def test_an_indexer_of_pools_learns_by_its_own_loss_and_nothing_else_does() -> None:
+    """Its adapters' gradients are those of plain torch on the family's own module; all others stay as they were."""
+    model, plain = learning_model(), learning_model()
+    install(model)
+    before = named_gradients(model)
+    assert not any(".indexer." in name for name in before)
+    loss = fused_dsa_loss.indexer_loss_for(plan_with(loss="0.5"), model, LoadMeter())
+    assert loss is not None and len(loss.layers) == 2
+    with loss.meter.record():
+        after = named_gradients(model)
+    learned = sorted(name for name in after if ".indexer." in name)
+    assert len(learned) == 12 and {*after} - {*learned} == {*before}
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    loss.put_on_plain(plain)
+    expected = named_gradients(plain)
+    assert distance([after[n] for n in learned], [expected[n] for n in learned]) < 1e-4
+    once = loss.take()
+    assert once is not None and float(once) > 0 and loss.take() is None
+
+
+def by_hand(attention: Any, x: Tensor) -> Tensor:
+    """The loss of one row ``[S, hidden]``, query by query, pool by pool."""
+    heads, N, J, indexer = SIZES["num_attention_heads"], SIZES["qk_nope_head_dim"], 16, attention.indexer
+    q_latent = attention.q_a_layernorm(attention.q_a_proj(x))
+    q = attention.q_b_proj(q_latent).view(S, heads, N)
+    keys = attention.kv_b_proj(attention.kv_a_layernorm(attention.kv_a_proj_with_mqa(x))).view(S, heads, -1)[..., :N]
+    q, keys = q.detach(), keys.detach()
+    index_q, index_k = indexer.wq_b(q_latent.detach()).view(S, J, -1), indexer.k_norm(indexer.wk(x))
+    gates, weights = x @ indexer.index_kpool_compress_gate.T, indexer.weights_proj(x)
+    pools = []
+    for first in range(0, S - P + 1, P):
+        shares = (gates[first : first + P] + indexer.index_kpool_compress_ape).softmax(0)
+        pools.append((shares * index_k[first : first + P]).sum(0))
+    total = torch.zeros((), dtype=x.dtype)
+    for t in range(S):
+        whole = (t + 1) // P
+        scores = [(weights[t] * (index_q[t] @ pools[n]).relu()).sum() * (J * 32) ** -0.5 for n in range(whole)]
+        chosen = sorted(range(whole), key=lambda n: -float(scores[n]))[: K // P]
+        if not chosen:
+            continue
+        tokens = [n * P + i for n in chosen for i in range(P)]
+        seen = [*tokens, *range(whole * P, t + 1)]
+        shares = (torch.einsum("hn,khn->hk", q[t], keys[seen]) * attention.scaling).softmax(-1)
+        target = shares[:, : len(tokens)].sum(0).view(-1, P).sum(-1)
+        target = target / target.sum()
+        logs = torch.stack([scores[n] for n in chosen]).log_softmax(0)
+        total = total + (target * (target.log() - logs)).sum()
+    return total
+
+
+def test_the_loss_of_pools_is_that_of_counting_by_hand() -> None:
+    """In fp64, with the gradient of one adapter, for the states that the first layer sees."""
+    model = learning_model()
+    attention = model.layers[0].self_attn
+    states: list[Tensor] = []
+    attention.register_forward_pre_hook(
+        lambda _, args, kwargs: states.append(kwargs.get("hidden_states", args[0] if args else None)), with_kwargs=True
+    )
+    install_fusions(model, (decision(model, 0),))
+    loss = fused_dsa_loss.IndexerLoss(1.0, 1.0, LoadMeter(), fused_dsa_loss.fused_layers(model))
+    loss.put_on()
+    with loss.meter.record():
+        found = named_gradients(model)["layers.0.self_attn.indexer.wk.lora_a"]
+    value, x = loss.take(), states[0].detach().double()
+    plain = learning_model().double().layers[0].self_attn
+    exact = sum((by_hand(plain, row) for row in x), torch.zeros((), dtype=torch.float64)) / (B * S)
+    (gradient,) = torch.autograd.grad(exact, plain.indexer.wk.lora_a)
+    assert value is not None and abs(float(value) / float(exact) - 1) < 1e-4
+    assert distance([found.double()], [gradient]) < 1e-3
+
+
+def test_the_loss_of_packed_documents_is_that_of_each_alone() -> None:
+    model = learning_model()
+    install(model)
+    loss = fused_dsa_loss.IndexerLoss(1.0, 1.0, LoadMeter(), fused_dsa_loss.fused_layers(model)[:2])
+    loss.put_on()
+    with loss.meter.record():
+        model(input_ids=IDS, position_ids=positions(), use_cache=False)
+        packed_loss, total = loss.take(), 0.0
+        for row, lengths in zip(IDS, DOCUMENTS, strict=True):
+            for part in row.split(lengths):
+                model(input_ids=part[None], use_cache=False)
+                alone_loss = loss.take()
+                assert alone_loss is not None
+                total += float(alone_loss) * len(part) / (B * S)
+        assert packed_loss is not None and total == pytest.approx(float(packed_loss), rel=1e-4)
+        model(input_ids=IDS[:, :1], use_cache=False)
+        assert float(loss.take() or 0) == 0, "one token makes no pool"
+
+
+def test_pools_have_no_dense_warm_up() -> None:
+    model = learning_model()
+    install(model)
+    with pytest.raises(LegalityError, match="3 layers score pools") as caught:
+        fused_dsa_loss.indexer_loss_for(plan_with(loss="0.5", stage="dense"), model, LoadMeter())
+    assert caught.value.code == "legality/indexer-stage-dense"
+
+
+def test_pools_scored_in_fp8_are_those_of_rounded_values() -> None:
+    """The operator's choice, and the plain model's that follows it: the same, and not that of exact scores."""
+    model, plain = build(), build()
+    exact = packed(model)
+    install(model)
+    settings = fused_dsa_loss.indexer_loss_for(plan_with(scores="fp8"), model, LoadMeter())
+    assert settings is not None and settings.layers == () and settings.take() is None
+    settings.put_on_plain(plain)
+    found = packed(model)
+    assert distance(found, packed(plain)) < TOLERANCE
+    assert distance(found, exact) > 100 * TOLERANCE, "rounding changes no choice here"
+
+
+def trained(model: Any, steps: int = 2) -> list[float]:
+    """Losses of AdamW steps on every adapter; each backward is the indexers' too."""
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, losses = torch.optim.AdamW(learning, lr=0.02), []
+    target = torch.linspace(-1, 1, B * S * SIZES["hidden_size"]).view(B, S, -1)
+    for _ in range(steps):
+        loss = (model(input_ids=IDS, use_cache=False).last_hidden_state - target).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses
+
+
+def test_a_tiny_model_trains_as_the_family_does() -> None:
+    """Two steps with the own loss of its indexers: the plain family's losses, falling, and its adapters."""
+    model, plain = learning_model(), learning_model()
+    switches = install(model)
+    before = {name: part.detach().clone() for name, part in model.named_parameters() if part.requires_grad}
+    loss = fused_dsa_loss.indexer_loss_for(plan_with(loss="4"), model, LoadMeter())
+    assert loss is not None
+    loss.put_on_plain(plain)
+    fused = named_gradients(model)
+    with fusions_off(switches):
+        unfused = named_gradients(model)
+    assert {*fused} == {*unfused} == {*before}
+    assert distance([fused[name] for name in before], [unfused[name] for name in before]) < 1e-4
+    found, expected = trained(model), trained(plain)
+    assert found == pytest.approx(expected, rel=1e-4) and found[-1] < found[0]
+    after, others = dict(model.named_parameters()), dict(plain.named_parameters())
+    assert all(not torch.equal(after[name], part) for name, part in before.items()), "every adapter moved"
+    assert distance([after[n].detach() for n in before], [others[n].detach() for n in before]) < 1e-2

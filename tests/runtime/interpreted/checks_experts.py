@@ -13,6 +13,7 @@ from shardwright.kernels.registry import source_sha256
 from shardwright.runtime.experts.balance import LoadMeter
 from shardwright.runtime.experts.fused import received_rows, whole_layer
 from shardwright.runtime.experts.module import LoraExperts
+from shardwright.runtime.lora.shared import SharedPairs
 from shardwright.schemas.errors import LegalityError
 from shardwright.schemas.fusion import FusionDecision
 
@@ -20,7 +21,7 @@ E, H, I, R, T, K = 6, 32, 16, 16, 11, 2
 CLAMPED = {"activation": "clamped_swiglu", "alpha": "1.702", "limit": "7.0", "offset": "1.0"}
 
 
-def gpt_oss_experts() -> LoraExperts:
+def gpt_oss_experts(shared: bool = False) -> LoraExperts:
     """Stacks [E, in, out], gate and up interleaved, biases, and adapters on both stacks; random values."""
     from transformers import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -29,11 +30,17 @@ def gpt_oss_experts() -> LoraExperts:
     family = GptOssExperts(config)
     made = LoraExperts(family, "x", expert_layout("gpt_oss"), 1, 0, None, LoadMeter())
     generator = torch.Generator().manual_seed(5)
+    pairs = SharedPairs()
     for stack, into, out in (("gate_up_proj", H, 2 * I), ("down_proj", I, H)):
-        a, b = (nn.Parameter(torch.zeros(E, *shape)) for shape in ((R, into), (out, R)))
-        made.add_adapter(stack, a, b, 0.5)
+        lead = () if shared else (E,)
+        a, b = (nn.Parameter(torch.zeros(*lead, *shape)) for shape in ((R, into), (out, R)))
+        if shared:
+            pairs.add(stack, a, b)
+            made.share_adapter(stack, pairs, 0.5)
+        else:
+            made.add_adapter(stack, a, b, 0.5)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in (*made.parameters(), *pairs.parameters()):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
     return made
 
@@ -59,17 +66,21 @@ def run(experts: LoraExperts, forward: Any) -> list[Tensor]:
     x = torch.randn(T, H, generator=generator).requires_grad_()
     weights = torch.rand(T, K, generator=generator).requires_grad_()
     ids = torch.stack([torch.randperm(E - 1, generator=generator)[:K] for _ in range(T)])  # one expert gets no token
-    experts.zero_grad()
+    owners = [(stack, experts.shared.get(stack, experts)) for stack in experts.scalings]
+    adapters = [owner.get_parameter(f"{stack}_lora_{one}") for stack, owner in owners for one in "ab"]
+    for value in adapters:
+        value.grad = None
     out = forward(x, ids, weights)
     (out * torch.randn(out.shape, generator=generator)).sum().backward()
-    adapters = [experts.get_parameter(f"{stack}_lora_{one}") for stack in experts.scalings for one in "ab"]
     found = [out.detach(), x.grad, weights.grad, *(value.grad for value in adapters)]
     return [one.clone() for one in found if one is not None]
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("maker", [whole_layer, received_rows])
-def test_biases_are_added(maker: Any) -> None:
-    experts = gpt_oss_experts()
+def test_biases_are_added(maker: Any, shared: bool) -> None:
+    """With a pair for each expert, and with one for all."""
+    experts = gpt_oss_experts(shared)
     op = "moe_layer" if maker is whole_layer else "grouped_lora_mlp"
     theirs = run(experts, experts.forward)
     ours = run(experts, maker(experts, "x", decision(op)))

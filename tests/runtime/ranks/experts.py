@@ -127,18 +127,28 @@ def one_norm_over_two_meshes(ranks: Ranks) -> None:
     assert abs(norm - math.sqrt(8 * 4 + 8 * 9)) < 1e-9, norm
 
 
+def disjoint_norms_add_as_squares(ranks: Ranks) -> None:
+    """D7: expert gradients of norm 3 on one rank and 4 on the other: 5 on both, not their mean of 3.5."""
+    value = nn.Parameter(torch.zeros(1))
+    value.grad = torch.full_like(value, 3.0 + ranks.rank)
+    owned = SimpleNamespace(local=value.detach, local_grad=lambda: value.grad, parameter=value, slots=None)
+    optimizer = AdapterOptimizer({"experts.lora_b": owned}, OptimizerSpec(), ranks)  # type: ignore[dict-item]
+    norm = optimizer.global_norm(optimizer.gradients())
+    assert abs(norm - 5.0) < 1e-9, norm
+
+
 def uneven_splits(ranks: Ranks) -> None:
-    """Identity experts: what is dispatched comes back, whatever the split, empty ones included."""
+    """C10: identity experts: what is dispatched comes back, whatever the split, empty and odd ones included."""
     generator = torch.Generator().manual_seed(ranks.rank)
     for case in ("random", "all-to-0", "all-to-3", "nothing"):
-        tokens = 0 if case == "nothing" and ranks.rank == 0 else 5 + 3 * ranks.rank
+        tokens = 0 if case == "nothing" and ranks.rank == 0 else 7 + ranks.rank
         index = torch.randint(0, 4, (tokens, 2), generator=generator)
         if case.startswith("all-to"):
             index = torch.full_like(index, int(case[-1]))
         hidden = torch.randn(tokens, 8, generator=generator, requires_grad=True)
         weights = torch.rand(tokens, 2, generator=generator)
         route = dispatch.plan_route(index, 4, 2, ranks.ep_group)
-        rows = dispatch.dispatch(hidden, route, 2, ranks.ep_group)
+        rows = dispatch.dispatch(hidden, route, ranks.ep_group)
         assert rows.shape[0] == sum(route.sizes) == sum(route.receive)
         out = dispatch.combine(rows, route, weights, ranks.ep_group)
         expected = hidden * weights.sum(1, keepdim=True)
@@ -160,7 +170,7 @@ def padded_splits(ranks: Ranks) -> None:
         bare = dispatch.plan_route(index, 4, 2, ranks.ep_group)
         route = dispatch.padded(bare, multiple)
         assert route.sizes == [-(-size // multiple) * multiple for size in bare.sizes] == route.local_counts.tolist()
-        rows = dispatch.dispatch(hidden, route, 2, ranks.ep_group)
+        rows = dispatch.dispatch(hidden, route, ranks.ep_group)
         assert rows.shape[0] == sum(route.sizes)
         for part, size in zip(rows.detach().split(route.sizes), bare.sizes, strict=True):
             assert bool(part[:size].any(1).all()) and not bool(part[size:].any())
@@ -209,6 +219,7 @@ def main() -> None:
     gradients_equal_one_process(live, plan, ranks, folder)
     idle_experts(live, ranks)
     one_norm_over_two_meshes(ranks)
+    disjoint_norms_add_as_squares(ranks)
     uneven_splits(ranks)
     padded_splits(ranks)
     chunks_with_nothing(ranks)

@@ -22,6 +22,7 @@ from shardwright.runtime.checks.step import replicas_agree
 from shardwright.runtime.device import open_device
 from shardwright.runtime.experts.module import LoraExperts
 from shardwright.runtime.experts.packed import SCALES, VALUES, packed_names
+from shardwright.runtime.lora.init import initial_box
 from shardwright.runtime.losses import summed_loss
 from shardwright.runtime.mesh import Ranks, open_mesh
 from shardwright.runtime.optimizer import AdapterOptimizer
@@ -116,7 +117,11 @@ def kept_packed(live: Live, plan: AdaptationPlan, ranks: Ranks) -> str:
 def check(name: str, plan: AdaptationPlan, folder: Path, ranks: Ranks) -> str:
     live = build(plan, folder, ranks, open_device("cpu", 0), None)
     as_planned(live.model, plan)
+    assert replicas_agree(live.parameters, ranks).passed, f"{name}: first values differ over replicas"
+    seed = plan.decision.recipe.seeds.lora
     for adapter, owned in live.adapters.items():
+        first = initial_box(seed, adapter, owned.shape, tuple((0, size) for size in owned.shape))
+        assert torch.equal(owned.local(), owned.part(first)), f"{adapter}: its first values depend on the mesh"
         owned.local().copy_(owned.part(values_of(adapter, owned.shape)))
     optimizer = AdapterOptimizer(live.adapters, plan.decision.recipe.optimizer, ranks)
     share = SEQUENCES // ranks.world
@@ -134,7 +139,9 @@ def check(name: str, plan: AdaptationPlan, folder: Path, ranks: Ranks) -> str:
     shapes = {adapter: owned.shape for adapter, owned in live.adapters.items()}
     plain_loss, plain = reference(name, plan, folder, shapes)
     assert abs(float(total) - plain_loss) < 1e-5, (name, float(total), plain_loss)
-    squares, worst, experts = 0.0, 0.0, 0
+    squares, worst = 0.0, 0.0
+    stacks = [target for target in plan.decision.lora_targets if target.kind == "experts"]
+    assert sum(owned.expert for owned in live.adapters.values()) == 2 * sum(not one.shared for one in stacks), name
     for adapter, owned in live.adapters.items():
         mine = owned.local_grad()
         assert mine is not None, (name, adapter)
@@ -147,14 +154,13 @@ def check(name: str, plan: AdaptationPlan, folder: Path, ranks: Ranks) -> str:
         assert error < 1e-5, (name, adapter, error)
         worst = max(worst, error)
         squares += float(theirs.double().square().sum())
-        experts += owned.expert
         if owned.expert:
             assert float(theirs.abs().max()) > 1e-6, (name, adapter)
             idle = loads[adapter.rpartition(".")[0]] == 0
             assert not bool(ours[idle].any()), (name, adapter)
     norm = optimizer.global_norm(optimizer.gradients())
     assert abs(norm - squares**0.5) < 1e-5, (name, norm, squares**0.5)
-    assert experts and loads, name
+    assert stacks and loads, name
     uneven = any(int(rows.max()) > 2 * float(rows.float().mean()) for rows in loads.values())
     empty = sum(int((rows == 0).sum()) for rows in loads.values())
     return f"{name}: worst {worst:.1e} norm {norm:.5f} uneven {int(uneven)} empty {empty}{held}"

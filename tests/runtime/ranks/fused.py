@@ -22,7 +22,7 @@ from shardwright.runtime.mesh import open_mesh
 from shardwright.runtime.session import Live, build
 from shardwright.schemas.plan import load_plan
 
-IDS = torch.arange(2 * 6).reshape(2, 6) * 7 % 250 + 8
+IDS = torch.arange(2 * 8).reshape(2, 8) * 7 % 250 + 8
 
 
 def randomise(live: Live) -> None:
@@ -57,7 +57,7 @@ def main() -> None:
         ranks = open_mesh(plan.decision.strategy.mesh, device)
         live = build(plan, checkpoint, ranks, device, None)
         randomise(live)
-        ids = IDS[ranks.rank : ranks.rank + 1]
+        ids = IDS[ranks.data_rank : ranks.data_rank + 1]
         fused = run(live, ids)
         with fusions_off(live.switches):
             plain = run(live, ids)

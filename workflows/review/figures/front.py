@@ -59,7 +59,7 @@ def pareto_front(points: Sequence[Point], budget_bytes: int) -> str:
     if x_ticks[0] <= budget_bytes / gib <= x_ticks[-1]:
         at = x(budget_bytes / gib)
         parts.append(f'<line class="budget" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
-    line = sorted((p for p in points if (p.pareto or p.chosen) and p.feasible), key=lambda p: p.reserved_bytes)
+    line = sorted((p for p in points if p.pareto and p.feasible), key=lambda p: p.reserved_bytes)
     if len(line) > 1:
         path = " ".join(f"{x(p.reserved_bytes / gib):.1f},{y(p.step_ms):.1f}" for p in line)
         parts.append(f'<polyline class="frontline" points="{path}"/>')
