@@ -101,7 +101,7 @@ def per_node(cluster: ClusterSpec, world: int) -> int:
 
 
 def grown(cluster: ClusterSpec, world: int) -> ClusterSpec:
-    """More of the same devices; links are placeholders, memory does not read them."""
+    """More of the same devices, for their memory alone: nothing is said about the links between them."""
     links = {link.name: link for link in cluster.links}
     for name in ("intra_node", "inter_node"):
         links.setdefault(name, LinkSpec(name=name, bandwidth_bytes_per_s=1e9, latency_s=0))
