@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +37,7 @@ from shardwright.search_spaces.catalogue import load_cluster
 from shardwright.search_spaces.cost import estimate, evaluate, workload
 from shardwright.search_spaces.cost.full_training import Layout, stage_bytes
 from shardwright.search_spaces.cost.fusion import FusedProviders
+from shardwright.search_spaces.cost.memory import ALLOCATOR_SLACK, allocator_slack
 from shardwright.search_spaces.cost.plans import Array, Plans, plans_of
 
 GIB = 2**30
@@ -215,11 +216,13 @@ WHOLE_STEPS = {
 
 
 def as_point(measured: BenchLine) -> BenchLine | None:
-    """A ``cost-points`` line as it is, a whole training step as a point, ``None`` for anything else."""
+    """A ``cost-points`` line as it is, a whole training step with every layer recomputed as a point, else ``None``."""
     if measured.bench == "cost-points":
         return measured
     case = WHOLE_STEPS.get(measured.case)
     if measured.bench != "train-step" or case is None or measured.peak_bytes is None:
+        return None
+    if measured.metrics.get("whole_layers"):
         return None
     kept = {key: value for key, value in measured.metrics.items() if key == "weights_bytes"}
     metrics = {**kept, "peak_bytes": float(measured.peak_bytes), "step_ms": 1e3 * measured.metrics["step_s"]}
@@ -249,6 +252,12 @@ def static_bytes(report: CostReport) -> int:
     """What a rank holds before the first step: base, adapters and buffers."""
     names = ("frozen_base", "adapter_parameters", "buffers")
     return sum(one.bytes for one in report.memory.components if one.name in names)
+
+
+def reserved_bytes(report: CostReport, have: Mapping[str, float]) -> float:
+    """What the prediction says of a point's allocator: lines of before it had segments that grow carry no such mark."""
+    slack = 0.0 if have.get("expandable_segments") else ALLOCATOR_SLACK - allocator_slack("cuda")
+    return report.memory.reserved_bytes + slack * report.memory.peak_bytes
 
 
 Points = list[tuple[BenchLine, CostReport]]
@@ -284,7 +293,7 @@ def own_metrics(points: Points) -> dict[str, dict[str, float]]:
         dynamics.append(100 * (ours / theirs - 1))
         if "reserved_bytes" in have:
             seen = have["reserved_bytes"] + have.get("context_bytes", 0.0)
-            reserved.append(100 * (report.memory.reserved_bytes / seen - 1))
+            reserved.append(100 * (reserved_bytes(report, have) / seen - 1))
         if "step_ms" in have:
             times.append(100 * (report.time.step_ms / have["step_ms"] - 1))
 

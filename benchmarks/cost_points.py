@@ -9,6 +9,7 @@ experts, fusions, checkpointing and optimizer. Warm-up steps, then timed steps. 
 - ``peak_bytes``: most allocated during the timed steps (moments of AdamW present), ``weights_bytes``: allocated before
   the first step;
 - ``reserved_bytes``: most that the allocator held; ``context_bytes``: what the device shows beyond that;
+  ``expandable_segments``: 1 where the allocator ran as the runtime's launcher asks of it;
 - ``step_ms`` median, ``worst_ms``; rows of the fullest expert over the mean;
 - ``out_of_memory`` alone, where the device had too little.
 
@@ -42,6 +43,7 @@ from points_shapes import SHAPES, Point, points, tiny_points
 from torch import Tensor
 
 from shardwright.runtime.experts.balance import max_over_mean
+from shardwright.runtime.launch.allocator import EXPANDABLE, allocator_setting, choose_allocator
 from shardwright.schemas.bench import BenchLine
 from shardwright.schemas.errors import ShardwrightError
 
@@ -101,6 +103,7 @@ class Meter:
             "peak_bytes": float(torch.cuda.max_memory_allocated()),
             "reserved_bytes": float(torch.cuda.max_memory_reserved()),
             "context_bytes": float(total - free - torch.cuda.memory_reserved()),
+            "expandable_segments": float(EXPANDABLE in allocator_setting(os.environ)),
         }
 
 
@@ -234,13 +237,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.write(found.model_dump_json() + "\n")
             sys.stdout.flush()
         return 0
-    script = [sys.executable, str(Path(__file__).resolve())]
+    script, env = [sys.executable, str(Path(__file__).resolve())], dict(os.environ)
+    choose_allocator(env)
     if options.calibrate:
         beside = [*script, "--worker", "calibrate", "--calibrate", str(options.calibrate)]
-        Supervised(beside, options.limit_seconds, _say).run_alone()
+        Supervised(beside, options.limit_seconds, _say, env).run_alone()
     common = [f"--models={options.models}", f"--executors={options.executors}", f"--steps={options.steps}"]
     common += [f"--point-seconds={options.point_seconds}"] + ["--self-test"] * options.self_test
-    beside = Supervised([*script, *common], options.point_seconds, _say)
+    beside = Supervised([*script, *common], options.point_seconds, _say, env)
     measured = 0
     for text in beside.lines([point.case for point in chosen], options.limit_seconds):
         measured += 1

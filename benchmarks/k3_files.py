@@ -1,8 +1,8 @@
 """A slice of Kimi K3 as files with contents: what ``k3_model.py`` gives as headers, and a byte tokenizer beside it.
 
 Norms are 1, vectors 0, other plain weights normal with deviation 0.02; packed codes are random under one scale. Bytes
-come from one block of each kind, read from a place that differs by tensor: a file of 40 GB is written as fast as the
-disk takes it.
+come from one block of each kind, read from a place that differs by tensor, and several threads write them: a file of
+40 GB takes as long as the disk, or memory, needs for it.
 Legend: V vocabulary of the tokenizer.
 """
 
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 
@@ -28,6 +30,7 @@ SCALE = 122
 """E8M0: 2^(122 − 127) times a code's 0 to 6."""
 BLOCK = 1 << 24
 """Values of a block that weights are taken from."""
+WRITERS = 8
 STRIDE = 1_048_583
 """A prime: how far apart in a block the places of two tensors are."""
 
@@ -40,19 +43,36 @@ def write_slice(folder: Path, cut: Slice) -> int:
     """
     path = write_headers(folder, cut) / "model.safetensors"
     with open(path, "r+b") as stream:
-        stream.seek(8 + int.from_bytes(stream.read(8), "little"))
-        for piece in contents(cut, folder):
-            stream.write(piece)
-        stream.flush()
+        place = 8 + int.from_bytes(stream.read(8), "little")
+        written = _write_all(stream.fileno(), place, contents(cut, folder))
         os.fsync(stream.fileno())
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        written = stream.tell()
     options = {"eos_token": SPECIAL[0], "bos_token": SPECIAL[0], "pad_token": SPECIAL[1]}
     write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1})
     vocabulary = [*SPECIAL, *sorted(byte_alphabet())]
     write_tokenizer(folder, vocabulary=vocabulary, merges=[], special=SPECIAL, split_digits=False, options=options)
     return written
+
+
+def _write_all(file: int, place: int, pieces: Iterator[memoryview]) -> int:
+    """Pieces one behind the other from ``place`` on; the end of the last."""
+    waiting: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(WRITERS) as pool:
+        for piece in pieces:
+            waiting.append(pool.submit(_write_at, file, piece, place))
+            place += piece.nbytes
+            if len(waiting) > 4 * WRITERS:
+                waiting.popleft().result()
+        for one in waiting:
+            one.result()
+    return place
+
+
+def _write_at(file: int, piece: memoryview, place: int) -> None:
+    while piece:
+        done = os.pwrite(file, piece, place)
+        piece, place = piece[done:], place + done
 
 
 def contents(cut: Slice, folder: Path) -> Iterator[memoryview]:

@@ -89,7 +89,7 @@ def first_step(folder: Path, cluster: str, limit_s: float, whole: bool) -> tuple
         Seconds from its start to the first step, and that step.
 
     Raises:
-        FirstStepMissing: with the last lines that the command wrote.
+        FirstStepMissing: with the last lines that the command and its workers wrote.
     """
     run, log = folder / "run", folder / "adapt.log"
     with open(log, "wb") as out:
@@ -103,8 +103,14 @@ def first_step(folder: Path, cluster: str, limit_s: float, whole: bool) -> tuple
         finally:
             _end(process)
     if found is None or (whole and process.returncode):
-        raise FirstStepMissing(f"exit {process.returncode} after {seconds:.0f} s:\n{log.read_text()[-3000:]}")
+        raise FirstStepMissing(f"exit {process.returncode} after {seconds:.0f} s:\n{last_words(run, log)}")
     return seconds, found
+
+
+def last_words(run: Path, log: Path) -> str:
+    """The ends of what the command and each of its workers wrote."""
+    files = [log, *sorted(path for path in run.glob("logs/**/*") if path.is_file())]
+    return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in files)
 
 
 def _wait(process: subprocess.Popen[bytes], metrics: Path, until: float) -> StepMetric | None:

@@ -2,9 +2,9 @@
 
 Rank 0 of FSDP2 × EP64 on a fake process group: the model's own code at full width, three layers (delta-rule with a
 dense feed-forward, delta-rule and latent attention with 896 experts), LoRA on attention and experts, even routing, one
-micro-batch forward and backward over fake tensors. The delta rule is its operator, which knows fake tensors, or with
-``--eager`` the model's own chunks; everything else is eager. Beside every measured number stands the cost model's for
-the same plan. No device, no weights, no other rank.
+micro-batch forward and backward over fake tensors. Delta-rule layers run their operators, which know fake tensors, or
+with ``--eager`` the model's own chunks; everything else is eager. Beside every measured number stands the cost model's
+for the same plan. No device, no weights, no other rank.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from k3_model import Slice, write_headers
-from k3_slice_model import install_delta_rule
+from k3_slice_fusions import decisions
 from lines import append, line
 from models import recipe_for
 from torch import nn
 
 from shardwright.checkpoints.profile import profile_checkpoint
 from shardwright.checkpoints.targets import parameter_shapes, resolve_targets
-from shardwright.kernels.registry import OPERATORS
+from shardwright.runtime.fuse import install_fusions
 from shardwright.runtime.simulate import Simulated, simulate
 from shardwright.schemas.cost import MemoryReport
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
@@ -55,7 +55,7 @@ def simulated(tokens: int, eager: bool, layers: tuple[str, ...] = LAYERS) -> tup
 
 
 def with_operator(model: nn.Module) -> None:
-    install_delta_rule(model, OPERATORS["kda"].load_op())
+    install_fusions(model, decisions(model, ("kda",)))
 
 
 def compared(found: Simulated, model: MemoryReport) -> dict[str, float]:

@@ -1,51 +1,55 @@
 """Layers of Kimi K3, GLM-5 and DeepSeek-V3.2 at full width on one H200, trained, beside the cost model's prediction.
 
 ``python benchmarks/k3_slice.py [k3-slice|k3-gated-dsa-slice|glm5-slice|v32-slice ...] [--layers N] [--tokens T]
-[--fusions A,B,...] [--without] [--append] [--self-test]``
+[--fusions A,B,...] [--calibration FILE] [--without] [--alone] [--append] [--self-test]``
 
 As many layers as the cost model says fit, in the published order of kinds; LoRA r = 16 on attention, latent projections
 and experts; Kimi K3's experts stay packed in MXFP4. A step is forward, backward, clip and AdamW with every layer
 recomputed. Then each kind of layer runs alone on the inputs it had in the step. One result line a case: tokens a
-second, peak and the time of each kind, beside what the product predicts for the same slice with the same kernels;
-``--without`` adds a line of a short slice with no kernel installed, and each kind's ratio. ``k3-slice`` also assembles
-the step of the 128-device plan from its layers. ``--self-test`` runs tiny widths on any device and writes nothing.
+second, peak and the time of each kind, beside what the product predicts for the same slice with the same kernels by
+the newest calibration of an H200 among the results, and by the catalogue alone (``catalogue_...``). ``--without`` adds
+a line of a short slice with no kernel installed, and each kind's ``_unfused_ratio``; ``--alone`` the metrics of
+``k3_layers.py`` to Kimi K3's line (``kda_fused_ratio``, ``dsa_fused_ratio``). ``k3-slice`` also assembles the step of
+the 128-device plan from its layers. ``--self-test`` runs tiny widths on any device and writes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import k3_layers
 import torch
 from k3_assembly import Assembled, Measured, assemble, kind_times
 from k3_model import Slice
-from k3_slice_model import Described, Sliced, build, decisions, described
+from k3_slice_model import Described, Sliced, build, described
+from k3_slice_priced import Priced, calibration_of, fused_everywhere, fused_in, most_layers, newest_calibration, priced
 from lines import append, line
 from torch import Tensor, nn
-from train_step_ours import register
 
-from shardwright.kernels.packed_experts.configs import dequantises
-from shardwright.kernels.registry import OPERATORS
+from shardwright.runtime.launch.allocator import choose_allocator
 from shardwright.runtime.parallelize import decoder_layers
-from shardwright.schemas.cluster import ClusterSpec
-from shardwright.schemas.cost import CostReport
-from shardwright.schemas.recipe import BatchSpec, DataSpec, PrecisionSpec, Recipe
+from shardwright.schemas.cluster import Calibration, ClusterSpec
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces.catalogue import load_cluster
 from shardwright.search_spaces.cost import price, workload
 from shardwright.search_spaces.cost.fusion import FusedProviders
 
-FUSIONS = ("experts", "router", "rms_norm", "gated_rms_norm", "kda", "dsa", "linear_cross_entropy")
+FUSIONS = ("experts", "router", "rms_norm", "kda", "mla", "dsa", "linear_cross_entropy")
+K3_LAYERS = 93
+IN_A_ROW = 4
+"""Passes of a layer between two looks at the clock."""
 SHORTEST = 3
 """Layers of a slice without kernels, whose chains of operators take the memory of several layers."""
 TINY_K3 = {
@@ -90,62 +94,6 @@ CASES = {
 
 
 @dataclass(frozen=True)
-class Priced:
-    """The cost model's view of a slice with the kernels that run."""
-
-    report: CostReport
-    kinds: dict[str, float]
-    """Kind → milliseconds of a forward, its recomputation and a backward."""
-
-
-def recipe_of(what: Described, tokens: int, batch: int = 1) -> Recipe:
-    return Recipe(
-        data=DataSpec(train="train.jsonl", held_out="held_out.jsonl"),
-        batch=BatchSpec(sequence_tokens=tokens, global_batch_sequences=batch),
-        precision=PrecisionSpec(base="bfloat16", adapter="float32"),
-        lora=what.lora,
-    )
-
-
-def priced(what: Described, tokens: int, fused: FusedProviders) -> Priced:
-    """The slice on one H200."""
-    work, cluster = workload(what.profile, recipe_of(what, tokens), what.targets), load_cluster("h200-1")
-    strategy = ParallelStrategy(mesh=Mesh(), checkpointing="full", base_format="mxfp4" if what.packed else "compute")
-    report = price(work, cluster, strategy, fused)
-    kinds = {one.kind: one.one_ms for one in kind_times(work, cluster, strategy, fused)}
-    return Priced(report, kinds)
-
-
-def fused_by(fusions: Iterable[str], model: nn.Module | None = None) -> FusedProviders:
-    """What is installed, as the cost model reads it; before there is a model, that the kernels are there at all."""
-    names = tuple(fusions)
-    if model is not None:
-        return FusedProviders.of(decisions(model, names))
-    register(names)
-    return FusedProviders({name: ("shardwright", ("lm_head",)) for name in names if name in OPERATORS})
-
-
-def most_layers(case: Case, tokens: int, fusions: tuple[str, ...], folder: Path) -> int:
-    """The longest slice whose predicted memory one H200 holds.
-
-    The prediction has a decoded copy of a packed layer; at few rows an expert the operator decodes in its loop instead.
-    """
-    for layers in range(len(case.order), SHORTEST, -1):
-        what = described(case.cut(layers, tiny=False), folder / str(layers))
-        memory = priced(what, tokens, fused_by(fusions)).report.memory
-        copy = sum(one.bytes for one in memory.components if one.name == "unpacked_layer")
-        if memory.reserved_bytes - (0 if copies(what, tokens) else copy) <= memory.budget_bytes:
-            return layers
-    return SHORTEST
-
-
-def copies(what: Described, tokens: int) -> bool:
-    """Whether the packed operator makes a decoded copy of a layer for a step's rows."""
-    shape = what.profile.shape
-    return dequantises(tokens * shape.experts_per_token, shape.num_experts, trains=True)
-
-
-@dataclass(frozen=True)
 class Run:
     """What a device did: seconds of the steps, bytes, milliseconds of each kind of layer with their spread."""
 
@@ -157,10 +105,26 @@ class Run:
     trainable: int
 
 
-def run(what: Described, tokens: int, fusions: tuple[str, ...], steps: int, dtype: torch.dtype) -> tuple[Run, Priced]:
+@dataclass(frozen=True)
+class Predicted:
+    """By measured curves of such a device, and by the catalogue alone."""
+
+    calibrated: Priced
+    catalogue: Priced
+
+
+def run(
+    what: Described,
+    tokens: int,
+    fusions: tuple[str, ...],
+    steps: int,
+    dtype: torch.dtype,
+    calibration: Calibration | None,
+) -> tuple[Run, Predicted]:
     """Build, train some steps, then run each kind of layer alone."""
     side = build(what, fusions, dtype)
-    predicted = priced(what, tokens, fused_by(fusions, side.model))
+    fused = fused_in(side.model, fusions)
+    predicted = Predicted(priced(what, tokens, fused, calibration), priced(what, tokens, fused))
     vocabulary = side.model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
     ids = ids.to(side.device.torch_device)
@@ -208,16 +172,17 @@ def layer_times(side: Sliced, ids: Tensor, what: Described, repeats: int) -> dic
 
 
 def _one_layer(side: Sliced, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Milliseconds of one pass among several, so that the host is ahead of the device as it is in a step."""
     (state, *others), named = args, dict(kwargs)
     state = state.requires_grad_(True)
     began = _clock()
     with side.device.attention():
-        out = layer(state, *others, **named)
-        out = out[0] if isinstance(out, tuple) else out
-        out.backward(torch.ones_like(out))
-    spent = _clock() - began
-    state.grad = None
-    return 1e3 * spent
+        for _ in range(IN_A_ROW):
+            out = layer(state, *others, **named)
+            out = out[0] if isinstance(out, tuple) else out
+            out.backward(torch.ones_like(out))
+            state.grad = None
+    return 1e3 * (_clock() - began) / IN_A_ROW
 
 
 def _detached(value: Any) -> Any:
@@ -233,14 +198,16 @@ def plain_name(kind: str) -> str:
     return kind.replace("+", "_").replace("-", "_").replace("#", "_")
 
 
-def fields(case: Case, suffix: str, what: Described, tokens: int, found: Run, predicted: Priced) -> dict[str, Any]:
+def fields(case: Case, suffix: str, what: Described, tokens: int, found: Run, predicted: Predicted) -> dict[str, Any]:
     """A result line: measured, predicted, and the prediction's errors in per cent."""
-    modelled = predicted.report
+    modelled, catalogue_ms = predicted.calibrated.report, predicted.catalogue.report.time.step_ms
     metrics: dict[str, float] = {
         "layers": what.profile.shape.num_layers,
         "step_s": found.step_s,
         "predicted_step_s": modelled.time.step_ms / 1e3,
         "time_error_pct": abs(100 * (modelled.time.step_ms / 1e3 / found.step_s - 1)),
+        "catalogue_step_s": catalogue_ms / 1e3,
+        "catalogue_time_error_pct": abs(100 * (catalogue_ms / 1e3 / found.step_s - 1)),
         "weights_bytes": found.weights,
         "trainable": found.trainable,
         "first_loss": found.losses[0],
@@ -260,7 +227,7 @@ def fields(case: Case, suffix: str, what: Described, tokens: int, found: Run, pr
         metrics |= {
             f"{name}_ms": milliseconds,
             f"{name}_spread_pct": spread,
-            f"{name}_predicted_ms": predicted.kinds[kind],
+            f"{name}_predicted_ms": predicted.calibrated.kinds[kind],
         }
     return {
         "bench": "k3-slice",
@@ -273,16 +240,18 @@ def fields(case: Case, suffix: str, what: Described, tokens: int, found: Run, pr
     }
 
 
-def assembled(found: Run, predicted: Priced, fused: FusedProviders) -> Assembled:
+def assembled(
+    found: Run, predicted: Priced, fused: FusedProviders, calibration: Calibration | None = None
+) -> Assembled:
     """The step of FSDP2 × EP64 on 128 × H200 from the slice's layers."""
     from models import kimi_k3, recipe_for, targets_for
 
     model, cluster = kimi_k3("mxfp4"), load_cluster("h200-128")
     work = workload(model, recipe_for(batch=128, tokens=4096), targets_for(model, rank=16))
     strategy = ParallelStrategy(mesh=Mesh(replicate=2, ep=64), checkpointing="full", base_format="mxfp4")
-    report = price(work, cluster, strategy, fused)
+    report = price(work, cluster, strategy, fused, calibration)
     exposed = sum(one.milliseconds for one in report.time.components if one.kind == "exposed_communication")
-    kinds = kind_times(work, cluster, strategy, fused)
+    kinds = kind_times(work, cluster, strategy, fused, calibration)
     names = {kind.kind.replace("linear+", "linear-attention+") for kind in kinds}
     measured = tuple(
         Measured(kind, milliseconds, predicted.kinds[kind], spread)
@@ -316,23 +285,31 @@ def measure(case: Case, options: argparse.Namespace, folder: Path) -> list[dict[
     tokens = options.tokens or (64 if tiny else case.tokens)
     default = () if tiny else FUSIONS
     fusions = default if options.fusions is None else tuple(name for name in options.fusions.split(",") if name)
-    layers = options.layers or (3 if tiny else most_layers(case, tokens, fusions, folder))
+    calibration = calibration_of(options.calibration)
+    layers = options.layers or SHORTEST
+    if not tiny and not options.layers:
+        layers = most_layers(lambda n: case.cut(n, False), len(case.order), SHORTEST, tokens, fusions, folder)
     what = described(case.cut(layers, tiny), folder / "slice")
     dtype = torch.float32 if tiny else torch.bfloat16
-    found, predicted = run(what, tokens, fusions, options.steps, dtype)
-    lines = [fields(case, "", what, tokens, found, predicted)]
-    if case.model == "kimi_k3" and not tiny:
-        made = assembled(found, predicted, fused_by(fusions))
+    found, predicted = run(what, tokens, fusions, options.steps, dtype, calibration)
+    suffix = f"-{layers}-layers" if options.layers else ""
+    lines = [fields(case, suffix, what, tokens, found, predicted)]
+    if case.model == "kimi_k3" and not tiny and not options.layers:
+        plan = fused_everywhere(fusions, K3_LAYERS, packed=True)
+        made = assembled(found, predicted.calibrated, plan, calibration)
         lines.append(assembly_fields(made, load_cluster("h200-128")))
     if options.without:
         short = described(case.cut(SHORTEST, tiny), folder / "short")
-        plain, plain_predicted = run(short, tokens, (), 1, dtype)
+        plain, plain_predicted = run(short, tokens, (), 1, dtype, calibration)
         lines.append(fields(case, "-unfused", short, tokens, plain, plain_predicted))
         lines[0]["metrics"] |= {
-            f"{plain_name(kind)}_fused_ratio": round(plain.kinds[kind][0] / milliseconds, 4)
+            f"{plain_name(kind)}_unfused_ratio": round(plain.kinds[kind][0] / milliseconds, 4)
             for kind, (milliseconds, _) in found.kinds.items()
             if kind in plain.kinds
         }
+    if options.alone and case.model == "kimi_k3":
+        for name, size in k3_layers.TOKENS.items():
+            lines[0]["metrics"] |= k3_layers.measured(name, size)
     return lines
 
 
@@ -344,6 +321,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3, help="timed steps after one of warm-up")
     parser.add_argument("--fusions", help=f"operators to install, empty for none; {','.join(FUSIONS)} unless told")
     parser.add_argument("--without", action="store_true", help="one step more with no operator installed")
+    parser.add_argument("--alone", action="store_true", help="Kimi K3's attention layers alone, beside their rivals")
+    parser.add_argument("--calibration", type=Path, default=newest_calibration(), help="measured curves to predict by")
     parser.add_argument("--append", action="store_true", help="append to benchmarks/results")
     parser.add_argument("--self-test", action="store_true", help="tiny widths on any device; writes nothing")
     options = parser.parse_args(arguments)
@@ -388,4 +367,5 @@ def _free() -> None:
 
 
 if __name__ == "__main__":
+    choose_allocator(os.environ)
     raise SystemExit(main())

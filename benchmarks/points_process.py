@@ -12,7 +12,7 @@ import queue
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 FAILED, OUT_OF_MEMORY = "failed", "out_of_memory"
@@ -24,11 +24,12 @@ START_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Supervised:
-    """A worker's command line, and how long it may be silent beyond ``START_SECONDS``."""
+    """A worker's command line, how long it may be silent beyond ``START_SECONDS``, and its environment."""
 
     command: Sequence[str]
     silent_s: float
     say: Callable[[str], None]
+    env: Mapping[str, str] | None = None
 
     def lines(self, cases: Sequence[str], whole_s: float) -> Iterator[str]:
         """Lines of all points that were measured or had too little memory, as they come."""
@@ -56,7 +57,7 @@ class Supervised:
     def run_alone(self) -> bool:
         """The command once, within the limit; whether it ended well."""
         try:
-            done = subprocess.run(self.command, timeout=self.silent_s + START_SECONDS, check=False)
+            done = subprocess.run(self.command, timeout=self.silent_s + START_SECONDS, check=False, env=self.env)
         except subprocess.TimeoutExpired:
             self.say(f"{self.command[1:3]}: stopped after {self.silent_s:g} s")
             return False
@@ -64,7 +65,7 @@ class Supervised:
 
     def _worker(self, further: Sequence[str]) -> Iterator[str | None]:
         """Lines of one worker; ``None`` at last where it ended well."""
-        process = subprocess.Popen([*self.command, *further], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen([*self.command, *further], stdout=subprocess.PIPE, text=True, env=self.env)
         found: queue.Queue[str | None] = queue.Queue()
 
         def read() -> None:

@@ -182,6 +182,9 @@ _FUSED: dict[str, dict[tuple[str, ...], tuple[tuple[int, int, str], ...]]] = {
 }
 
 
+WHOLE = tuple(Point("fused", "qwen3-30b", targets, 48, 4096, 4, "full") for targets in (BOTH, ("attention",)))
+"""The whole model: far from the cut ones in size, and dominated by its layers, where head and loss dominate theirs."""
+
 _LATER = {("experts",): 2, ("attention",): 2}
 """Groups that come after those that adapt both, eager and fused, of every model."""
 
@@ -197,6 +200,8 @@ def points(models: tuple[str, ...] = (), executors: tuple[str, ...] = ("eager", 
             for targets, rows in of_model.items():
                 found = [Point(executor, model, targets, LAYERS[model], *row) for row in rows]
                 groups.append((_LATER.get(targets, place), found))
+    whole = [point for point in WHOLE if point.executor in executors and (not models or point.model in models)]
+    groups += [(1, [point]) for point in whole]
     return [point for _, found in sorted(groups, key=lambda group: group[0]) for point in found]
 
 

@@ -1,10 +1,14 @@
 """Training steps of real-size models on one device, ours beside transformers + PEFT in the same call.
 
-``python benchmarks/train_step.py [CASE ...] [--layers N] [--steps N] [--fusions moe_layer,router,...] [--append]``
+``python benchmarks/train_step.py [CASE ...] [--layers N] [--steps N] [--fusions moe_layer,router,...] [--recorded]
+[--trace FILE] [--append]``
 
-Random weights, LoRA r = 16, activation checkpointing, bf16 base, fp32 adapters and fp32 AdamW on both sides. Each
-case prints one result line: tokens per second, and ``dynamic_ratio`` = our (peak − weights) ÷ the rival's. ``--check``
+Random weights, LoRA r = 16, activation checkpointing, bf16 base, fp32 adapters and fp32 AdamW on both sides. The rival
+recomputes every layer; ours as a plan may, all but ``whole_layers`` of the line (``--whole``). Each case prints one
+result line: tokens per second, and ``dynamic_ratio`` = our (peak − weights) ÷ the rival's. ``--check``
 copies the rival's weights into ours and compares the first loss (two models in memory: cut the layers).
+``--recorded`` runs our side alone, beside what the rival was measured at before (``train_step_rivals.json``).
+``--trace`` writes where the device time of one more step of ours went, by kernel.
 ``--self-test`` runs a tiny shape in fp32 on any device, with that check, without fusions unless named, and writes
 nothing.
 """
@@ -13,21 +17,26 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from lines import append, line
+from lines import append, line, versions
 from torch import Tensor
 from train_step_cases import CASES, SELF_TEST, Case
-from train_step_ours import FUSIONS, WITHOUT, Ours, build_ours, copy_base
+from train_step_decisions import FUSIONS, WITHOUT, with_beside
+from train_step_ours import Ours, build_ours, copy_base
 from train_step_rival import build_rival
+from train_step_trace import by_kernel
 
 WARMUP = 2
+RECORDED = Path(__file__).resolve().parent / "train_step_rivals.json"
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
@@ -46,8 +55,26 @@ class Timed:
         return self.peak - self.weights
 
 
-def measure(build: Callable[[], Any], ids: Tensor, steps: int) -> Timed:
-    """Build, step, forget. The peak covers the steps alone, warm-up included."""
+def recorded(case: Case) -> Timed:
+    """The rival as it was measured before.
+
+    Raises:
+        SystemExit: it was not, for this case.
+    """
+    known = json.loads(RECORDED.read_text()).get(case.name)
+    if known is None:
+        raise SystemExit(f"{case.name}: {RECORDED.name} holds no measurement")
+    return Timed(
+        known["step_s"], known["weights_bytes"], known["peak_bytes"], (known["last_loss"],) * 2, known["trainable"]
+    )
+
+
+def measure(build: Callable[[], Any], ids: Tensor, steps: int, traced: dict[str, Any] | None = None) -> Timed:
+    """Build, step, forget. The peak covers the steps alone, warm-up included.
+
+    Args:
+        traced: filled with where the device time of one more step goes.
+    """
     side = build()
     weights = _allocated()
     _reset_peak()
@@ -59,12 +86,16 @@ def measure(build: Callable[[], Any], ids: Tensor, steps: int) -> Timed:
         _wait()
         times.append(time.perf_counter() - began)
     found = Timed(statistics.median(times[WARMUP:]), weights, _peak(), tuple(losses), side.trainable)
+    if traced is not None:
+        traced.update(by_kernel(side.step, ids))
     del side
     _free()
     return found
 
 
-def compare(case: Case, ours: Timed, theirs: Timed, fusions: Sequence[str], checked: float | None) -> dict[str, Any]:
+def compare(
+    case: Case, ours: Timed, theirs: Timed, fusions: Sequence[str], checked: float | None, before: bool
+) -> dict[str, Any]:
     """The fields of a result line."""
     rate, rival_rate = case.tokens / ours.seconds, case.tokens / theirs.seconds
     metrics = {
@@ -74,17 +105,21 @@ def compare(case: Case, ours: Timed, theirs: Timed, fusions: Sequence[str], chec
         "rival_weights_bytes": float(theirs.weights),
         "rival_peak_bytes": float(theirs.peak),
         "trainable": float(ours.trainable),
+        "whole_layers": float(case.whole),
         "rival_trainable": float(theirs.trainable),
         "first_loss": round(ours.losses[0], 5),
         "last_loss": round(ours.losses[-1], 5),
-        "rival_first_loss": round(theirs.losses[0], 5),
-        **{f"fused_{name}": 1.0 for name in fusions},
+        **{f"fused_{name}": 1.0 for name in with_beside(tuple(fusions))},
     }
+    if not before:
+        metrics["rival_first_loss"] = round(theirs.losses[0], 5)
     if theirs.dynamic > 0:
         metrics["dynamic_ratio"] = round(ours.dynamic / theirs.dynamic, 4)
     if checked is not None:
         metrics["first_loss_difference"] = checked
+    known = {"versions": {**versions(), "rival": json.loads(RECORDED.read_text())["measured"]}} if before else {}
     return {
+        **known,
         "bench": "train-step",
         "case": case.name,
         "passes": "step",
@@ -117,15 +152,22 @@ def first_losses_equal(case: Case, fusions: tuple[str, ...], ids: Tensor) -> flo
     return error
 
 
-def run_case(case: Case, fusions: tuple[str, ...], steps: int, check: bool) -> dict[str, Any]:
-    """Both sides of a case; the rival first, so that ours meets the used allocator."""
+def run_case(
+    case: Case, fusions: tuple[str, ...], steps: int, check: bool, before: bool, traced: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Both sides of a case; the rival first, so that ours meets the used allocator.
+
+    Args:
+        before: take the rival's recorded measurement.
+        traced: as ``measure``, for our side.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, case.config["vocab_size"], (case.batch, case.sequence), generator=generator).to(device)
     checked = first_losses_equal(case, fusions, ids) if check else None
-    theirs = measure(lambda: build_rival(case), ids, steps)
-    ours = measure(lambda: build_ours(case, fusions), ids, steps)
-    return compare(case, ours, theirs, fusions, checked)
+    theirs = recorded(case) if before else measure(lambda: build_rival(case), ids, steps)
+    ours = measure(lambda: build_ours(case, fusions), ids, steps, traced)
+    return compare(case, ours, theirs, fusions, checked, before)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,9 +175,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="train_step.py")
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; without the first part too")
     parser.add_argument("--layers", type=int, help="only the first N layers")
+    parser.add_argument("--whole", type=int, help="layers of ours that are not recomputed; the case's own unless told")
     parser.add_argument("--steps", type=int, default=5, help="timed steps after two of warm-up")
     parser.add_argument("--fusions", help=f"operators to install, empty for none; {','.join(FUSIONS)} unless told")
     parser.add_argument("--check", action="store_true", help="compare the first loss on the rival's weights")
+    parser.add_argument(
+        "--recorded", action="store_true", help="our side alone, beside the rival's earlier measurement"
+    )
+    parser.add_argument("--trace", type=Path, help="file for the device time of one more step of ours, by kernel")
     parser.add_argument("--append", action="store_true", help="append to benchmarks/results")
     parser.add_argument("--self-test", action="store_true", help="a tiny shape on any device; writes nothing")
     options = parser.parse_args(arguments)
@@ -150,14 +197,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"unknown: {', '.join(unknown)}; known: {', '.join(CASES)}\n")
             return 2
         chosen, check = [CASES[name] for name in names], options.check
+    traces: dict[str, Any] = {}
     for case in chosen:
         cut = case.with_layers(options.layers) if options.layers else case
+        cut = cut if options.whole is None else replace(cut, whole=options.whole)
         used = tuple(name for name in fusions if name not in WITHOUT[cut.config_class])
-        found = line(run_case(cut, used, options.steps, check))
+        traced = traces.setdefault(cut.name, {}) if options.trace else None
+        found = line(run_case(cut, used, options.steps, check, options.recorded, traced))
         sys.stdout.write(found.model_dump_json() + "\n")
         sys.stdout.flush()
         if options.append and not options.self_test:
             append([found])
+        if options.trace:
+            options.trace.write_text(json.dumps(traces, indent=1))
     return 0
 
 

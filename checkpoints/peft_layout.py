@@ -116,9 +116,10 @@ def peft_selection(targets: Sequence[LoraTarget]) -> dict[str, list[str]]:
     """``target_modules`` and ``target_parameters`` of ``adapter_config.json``.
 
     Full names: a fresh PEFT matches whole paths as well as suffixes, and a full path cannot match a layer that was
-    not trained.
+    not trained. Routers are named by their matrix: their modules choose experts too, and PEFT takes only linears whole.
     """
+    by_weight = {target.parameter for target in targets if target.kind == "experts" or target.role == "router"}
     return {
-        "target_modules": sorted(target.module for target in targets if target.kind == "dense"),
-        "target_parameters": sorted(target.parameter for target in targets if target.kind == "experts"),
+        "target_modules": sorted(target.module for target in targets if target.parameter not in by_weight),
+        "target_parameters": sorted(by_weight),
     }

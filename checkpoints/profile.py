@@ -45,6 +45,8 @@ def _profile(folder: Path) -> CheckpointProfile:
     counter = Counter(logical, headers, config, shape)
     check_agreement(config, shape, logical, counter)
     known = has_transformers_class(config)
+    if not known and "auto_map" in config.raw and held_one_by_one(logical):
+        shape = shape.model_copy(update={"expert_stacks": False})
     wide = listed_pattern(config) if known else None
     kept = () if wide is None else stored_fp32(logical, headers, wide)
     return CheckpointProfile(
@@ -139,6 +141,14 @@ def expert_counts(logical: dict[str, LogicalTensor], counter: Counter) -> dict[s
             ids[place[:2]].update(range(tensor.shape[0]))
             first.setdefault(place[:2], name)
     return {first[place]: len(found) for place, found in ids.items()}
+
+
+def held_one_by_one(logical: dict[str, LogicalTensor]) -> bool:
+    """Whether files have a tensor for each expert.
+
+    A checkpoint's own code reads files by its parameters' names, so that its experts then are modules of their own.
+    """
+    return any(_EXPERT.search(name) for name in logical)
 
 
 def _warnings(config: ModelConfig, counter: Counter, known: bool) -> tuple[str, ...]:

@@ -34,6 +34,9 @@ ALL_LINEAR = "all-linear"
 """Everything in the layers but the router and helpers such as indexers."""
 ALL_LINEAR_ROLES: tuple[Role, ...] = ("attention", "experts", "shared_experts", "dense_mlp")
 
+MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Families in which PEFT refuses ``out_proj``; their attention calls its own output ``o_proj``."""
+
 _COMPONENT_ROLE: dict[str, Role] = {
     "attention": "attention",
     "linear_attention": "attention",
@@ -73,6 +76,12 @@ def adaptable(parameter: str, shape: tuple[int, ...]) -> bool:
     return component not in ("embedding", "norms") and "embed" not in parameter.rsplit(".", 2)[-2]
 
 
+def loadable(parameter: str, model_type: str) -> bool:
+    """Whether PEFT loads an adapter of this weight: not of a Mamba layer's output, which fused kernels read past its
+    module."""
+    return model_type not in MAMBA or not parameter.endswith(".out_proj.weight")
+
+
 def matches(pattern: str, parameter: str) -> bool:
     """Whether a pattern names a parameter or its module: whole, as an fnmatch pattern, or as a dotted suffix."""
     module = parameter.removesuffix(".weight")
@@ -95,9 +104,11 @@ def resolve_targets(
     Raises:
         LegalityError: ``target-matches-nothing``, ``rank-pattern-matches-nothing``, ``shared-matches-nothing``,
             ``router-target``, ``unknown-expert-layout``, ``experts-not-adapted``.
-        RecipeError: ``expert-dropout``.
+        RecipeError: ``expert-dropout``, ``router-dropout``.
     """
-    candidates = {name: shape for name, shape in parameter_shapes.items() if adaptable(name, shape)}
+    candidates = {
+        name: shape for name, shape in parameter_shapes.items() if adaptable(name, shape) and loadable(name, model_type)
+    }
     why = not_adapted(model_type)
     if why and any(role_of(name, len(shape)) == "experts" for name, shape in parameter_shapes.items()):
         candidates = {name: shape for name, shape in candidates.items() if role_of(name, len(shape)) != "experts"}
@@ -129,6 +140,14 @@ def resolve_targets(
             "of experts",
             where="recipe.lora.experts",
             next_action="add experts to recipe.lora.targets, or set recipe.lora.experts to per_expert",
+        )
+    router = next((target for target in targets if target.role == "router"), None)
+    if router is not None and Decimal(lora.dropout) != 0:
+        raise RecipeError(
+            "router-dropout",
+            f"dropout {lora.dropout} cannot be applied to a router's matrix (first: {router.parameter})",
+            where="recipe.lora.dropout",
+            next_action="set dropout to 0, or leave the routers frozen",
         )
     if stacked is not None and Decimal(lora.dropout) != 0:
         raise RecipeError(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwright.runtime.records import json_of, lines_of, messages_of
 from shardwright.schemas.errors import RecipeError
 
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -100,10 +101,11 @@ def _tojson(value: Any, **options: Any) -> str:
 
 def _template(checkpoint: Path) -> tuple[str, dict[str, str]]:
     config_path, plain = checkpoint / "tokenizer_config.json", checkpoint / "chat_template.jinja"
-    config = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
+    config = json_of(config_path, "bad-chat-template") if config_path.is_file() else {}
     text = plain.read_text("utf-8") if plain.is_file() else config.get("chat_template")
     if isinstance(text, list):
-        text = next((one.get("template") for one in text if one.get("name") == "default"), None)
+        named = (one for one in text if isinstance(one, dict))
+        text = next((one.get("template") for one in named if one.get("name") == "default"), None)
     if not isinstance(text, str):
         raise RecipeError(
             "no-chat-template",
@@ -136,41 +138,12 @@ def read_conversations(path: Path, field: str) -> list[tuple[list[dict[str, Any]
     Raises:
         RecipeError: ``missing-data``, ``bad-record``, ``empty-data``.
     """
-    if not path.is_file():
-        raise RecipeError("missing-data", "no such file", where=str(path), next_action="correct recipe.data")
-    found = []
-    with open(path, encoding="utf-8", errors="strict") as stream:
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                where = f"{path}:{number}"
-                found.append((_messages(line, field, where), where))
+    found = [(messages_of(line, field, where), where) for where, line in lines_of(path)]
     if not found:
         raise RecipeError(
             "empty-data", "the file holds no conversation", where=str(path), next_action="give at least one"
         )
     return found
-
-
-def _messages(line: str, field: str, where: str) -> list[dict[str, Any]]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise RecipeError(
-            "bad-record", f"not JSON: {error}", where=where, next_action="correct or remove this line"
-        ) from error
-    messages = record.get(field) if isinstance(record, dict) else None
-    sound = isinstance(messages, list) and all(
-        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
-        for one in messages
-    )
-    if not sound or not messages:
-        raise RecipeError(
-            "bad-record",
-            f"{field!r} is not a list of messages with role and content",
-            where=where,
-            next_action="correct this line, or recipe.data.messages_field",
-        )
-    return list(messages)
 
 
 def tokenise_conversations(

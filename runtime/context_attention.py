@@ -2,10 +2,11 @@
 
 An attention that calls the library's interface needs no change: the model's implementation becomes :data:`NAME`, whose
 function gathers keys and values and builds causal and document masks from places in the whole sequence. Latent
-attention gathers what its keys and values are expanded from, and expands it on each rank (``context_latent``). Whole
-rows, as the checks run them, go to torch's own attention.
+attention gathers what its keys and values are expanded from, and expands it on each rank (``context_latent``); one that
+chose keys hands on which (``context_sparse``). Whole rows, as the checks run them, go to torch's own attention.
 
-Legend: B sequences, Q query heads, G key heads, T tokens of a rank, S of a sequence, P of a piece, d, v widths.
+Legend: B sequences, Q query heads, G key heads, T tokens of a rank, S of a sequence, P of a piece, d, v widths,
+K chosen keys.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from shardwright.runtime.context import active
 from shardwright.runtime.context_gathered import attended_gathered
 from shardwright.runtime.context_latent import attended_latents
-from shardwright.runtime.context_pieces import attended
+from shardwright.runtime.context_pieces import attended, members
 from shardwright.schemas.errors import LegalityError
 
 NAME = "sdpa_context"
@@ -75,14 +76,18 @@ def attend(
 ) -> tuple[Tensor, None]:
     """[B, Q, T, d] queries, keys [B, G, T, d] and values, of whole rows or of a rank's tokens → [B, T, Q, v].
 
+    An attention that chose keys hands on their places in the row, ``indices`` [B, T, K].
+
     Raises:
         LegalityError: ``context-attention`` for an attention that is not plain causal softmax.
     """
-    cut = active()
+    cut, indices = active(), kwargs.pop("indices", None)
     if cut is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         kwargs["sliding_window"] = sliding_window
+        if indices is not None:
+            attention_mask = _chosen_alone(attention_mask, indices, key.shape[2])
         whole: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -91,6 +96,7 @@ def attend(
     latent = hasattr(family, EXPANDS)
     other = [name for name in REFUSED if kwargs.get(name) is not None] + (["dropout"] if dropout else [])
     other += ["a window on latents"] if latent and sliding_window is not None else []
+    other += ["a choice of keys that are no latents"] if indices is not None and not latent else []
     if other or kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise LegalityError(
             "context-attention",
@@ -100,7 +106,8 @@ def attend(
         )
     if latent:
         widths = (family.kv_lora_rank, family.qk_nope_head_dim, family.v_head_dim)
-        out = attended_latents(cut, query, torch.cat((key, value), dim=-1), family.kv_b_proj, widths, scaling)
+        own = torch.cat((key, value), dim=-1)
+        out = attended_latents(cut, query, own, family.kv_b_proj, widths, scaling, indices)
         return out.transpose(1, 2).contiguous(), None
     width = key.shape[-1]
 
@@ -110,6 +117,14 @@ def attend(
     heads = (slice(0, query.shape[1]),)
     out = attended_gathered(query, torch.cat((key, value), dim=-1), cut.place, on_all, heads)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _chosen_alone(mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
+    """The mask of whole rows without the keys that were not chosen."""
+    chosen = members(indices, keys).unsqueeze(1)
+    if mask is None or mask.dtype == torch.bool:
+        return chosen if mask is None else mask & chosen
+    return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 def _kept_compressed(expand: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,9 @@
 """Fused regions on cut rows: which of them run as they are, and delta-rule layers with the same operators.
 
-Operators that work on tokens, and those before an attention that is exchanged, run as they are. A delta-rule layer's
-convolution gets the inputs before each piece, its recurrence the states that arrive (``context_delta``): two calls of
-the recurrence, of which one makes ``[N | M]`` and is as wide as values and keys together.
+Operators that work on tokens, and those before an attention that is exchanged, run as they are; sparse attention knows
+its rows by itself (``context_dsa``). A delta-rule layer's convolution gets the inputs before each piece, its recurrence
+the states that arrive (``context_delta``): two calls of the recurrence, of which one makes ``[N | M]`` and is as wide
+as values and keys together.
 Legend: B rows, T tokens of a rank, N parts of documents, C channels, J taps.
 """
 
@@ -40,7 +41,7 @@ def require_cuttable(decision: FusionDecision) -> None:
         width = int(decision.constants.get("key_width", 0)) + int(decision.constants.get("value_width", 0))
         if "operators" in decision.constants and width in WIDTHS:
             return
-    elif decision.provider == "shardwright" and decision.op in CONTEXT_OPERATORS:
+    elif decision.provider == "shardwright" and decision.op in CONTEXT_OPERATORS and not _of_whole_rows(decision):
         return
     raise LegalityError(
         "context-fusion",
@@ -48,6 +49,11 @@ def require_cuttable(decision: FusionDecision) -> None:
         where=f"decision.fusions: {decision.proposal_id}",
         next_action="reject this proposal, or choose cp 1",
     )
+
+
+def _of_whole_rows(decision: FusionDecision) -> bool:
+    """Whether a sparse attention scores pools, which are counted in whole documents, or has sinks."""
+    return decision.op == "dsa" and ("pool" in decision.constants or "sinks" in decision.roles)
 
 
 def cut_fusions(model: nn.Module, switches: tuple[Switch, ...], decisions: tuple[FusionDecision, ...]) -> None:

@@ -10,8 +10,8 @@ from shardwright.runtime.context_attention import install_attention
 from shardwright.runtime.context_fusions import require_cuttable
 from shardwright.runtime.context_k3 import cut_delta, cut_latent
 from shardwright.runtime.context_layers import cut_layer
+from shardwright.runtime.context_sparse import cut_choices
 from shardwright.runtime.segments import recurrent_layers
-from shardwright.schemas.errors import LegalityError
 from shardwright.schemas.fusion import FusionDecision
 
 
@@ -25,14 +25,6 @@ def cut_sequences(model: nn.Module, place: Place | None, fusions: tuple[FusionDe
         return
     for decision in fusions:
         require_cuttable(decision)
-    for name, module in model.named_modules():
-        if type(module).__name__.endswith("Indexer"):
-            raise LegalityError(
-                "context-layer",
-                f"{type(module).__name__} chooses keys of whole rows",
-                where=name,
-                next_action="choose cp 1 for this family",
-            )
     for name, module in recurrent_layers(model).items():
         if isinstance(module, DeltaAttention):
             cut_delta(module)
@@ -42,5 +34,6 @@ def cut_sequences(model: nn.Module, place: Place | None, fusions: tuple[FusionDe
     for module in latent:
         cut_latent(module)
     if not latent:
+        cut_choices(model)
         install_attention(model)
     setattr(model, CONTEXT, place)

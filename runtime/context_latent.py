@@ -19,13 +19,20 @@ from shardwright.runtime.lora.linear import LoraLinear, LoraProduct
 
 
 def attended_latents(
-    cut: Cut, query: Tensor, own: Tensor, up: nn.Module, widths: tuple[int, int, int], scaling: float | None = None
+    cut: Cut,
+    query: Tensor,
+    own: Tensor,
+    up: nn.Module,
+    widths: tuple[int, int, int],
+    scaling: float | None = None,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """[B, n, T, d + e] queries, [B, 1, T, r + e] latents of this rank's tokens → [B, n, T, v].
 
     Args:
         up: the map of a latent to n times (key, value), [r] → [n · (d + v)].
         widths: r, d and v.
+        chosen: as of :func:`~shardwright.runtime.context_pieces.attended`.
     """
     latent_width, nope, value_width = widths
     heads = query.shape[1]
@@ -37,7 +44,7 @@ def attended_latents(
         both = some_rows(up, latent.squeeze(1), slice(which.start * each, which.stop * each))
         own_key, value = both.unflatten(-1, (-1, each)).transpose(1, 2).split((nope, value_width), dim=-1)
         key = torch.cat((own_key, shared.expand(-1, own_key.shape[1], -1, -1)), dim=-1)
-        return attended(cut, part, key, value, scaling)
+        return attended(cut, part, key, value, scaling, chosen=chosen)
 
     groups = tuple(slice(first, min(first + together, heads)) for first in range(0, heads, together))
     return attended_gathered(

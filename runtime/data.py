@@ -17,7 +17,8 @@ from shardwright.checkpoints.config import ModelConfig
 from shardwright.runtime.chat import Document, read_conversations, tokenise_conversations
 from shardwright.runtime.documents import rows_of_samples, rows_of_stream
 from shardwright.runtime.images import Images, cutting_of, image_rows, images_of, open_images
-from shardwright.runtime.texts import in_vocabulary, open_tokenizer, read_texts, tokenise, tokenise_texts
+from shardwright.runtime.records import lines_of
+from shardwright.runtime.texts import in_vocabulary, open_tokenizer, packed_ids, read_texts, tokenise, tokenise_texts
 from shardwright.schemas.canonical import sha256_file, sha256_of
 from shardwright.schemas.errors import RecipeError
 from shardwright.schemas.recipe import DataSpec, Recipe
@@ -51,8 +52,7 @@ def records_with_images(
         in_vocabulary(documents, checkpoint, config)
     else:
         documents = tokenise_texts(read_texts(path, spec), checkpoint, config, where)
-    with open(path, encoding="utf-8") as stream:
-        lines = [(f"{path}:{number}", line) for number, line in enumerate(stream, start=1) if line.strip()]
+    lines = list(lines_of(path))
     if len(lines) != len(documents):
         raise RecipeError(
             "bad-record",
@@ -143,6 +143,8 @@ def load_sequences(
     """
     if not path.is_file():
         raise RecipeError("missing-data", "no such file", where=str(path), next_action="correct recipe.data")
+    if recipe.data.format == "packed":
+        return cut(packed_ids(path, recipe.data, config), recipe.batch.sequence_tokens, wanted, str(path))
     stored = cache / f"{cache_key(path, recipe, checkpoint, config)}.npy"
     images = stored.with_suffix(".images")
     if stored.is_file() and (images.is_file() or not recipe.data.images_field):

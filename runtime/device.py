@@ -65,12 +65,8 @@ class Device:
         if self.kind == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.torch_device)
-            return
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
-        if CLEAR_REFS.exists():
-            CLEAR_REFS.write_text("5")
+        else:
+            reset_peak_host()
 
     def attention(self) -> AbstractContextManager[None]:
         """Inside it torch's attention takes this device's fastest kernel that fits: on Hopper cuDNN's before Flash's.
@@ -139,6 +135,15 @@ def peak_host_bytes() -> int:
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak_host() -> None:
+    """Give free host memory back and count its peak anew, where the machine lets a process do so."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    if os.access(CLEAR_REFS, os.W_OK):
+        CLEAR_REFS.write_text("5")
 
 
 def available_host_bytes() -> int:

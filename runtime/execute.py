@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
+from shardwright.checkpoints.config import read_config
 from shardwright.runtime import probe, record, state
 from shardwright.runtime.agree import on_first_rank, together
 from shardwright.runtime.batches import Batches
@@ -16,7 +17,7 @@ from shardwright.runtime.checks.first_step import FirstStep
 from shardwright.runtime.checks.memory import memory_guard
 from shardwright.runtime.checks.watch import Watch
 from shardwright.runtime.data import load_images, load_sequences
-from shardwright.runtime.device import Device, open_device
+from shardwright.runtime.device import Device, open_device, reset_peak_host
 from shardwright.runtime.fused_dsa_ways import ways_taken
 from shardwright.runtime.images import attach_images, behind
 from shardwright.runtime.launch.options import read_options
@@ -25,6 +26,7 @@ from shardwright.runtime.mesh import Ranks, open_mesh
 from shardwright.runtime.metrics import say
 from shardwright.runtime.preflight.run import preflight
 from shardwright.runtime.preflight.run import require as require_preflight
+from shardwright.runtime.profile import asked_step
 from shardwright.runtime.run_log import RunLog
 from shardwright.runtime.session import Live, build
 from shardwright.runtime.train import Gradient, Trainer
@@ -119,10 +121,12 @@ class _Run:
         log = self.log
         try:
             log.begin(plan_path)
+            asked_step(self.recipe.schedule.steps)
             self._preflight()
+            rows = self._rows()
             live = together(self._built)
             log.loaded(live.load)
-            self._train(live)
+            self._train(live, rows)
         except BaseException as error:
             log.failed(error)
             raise
@@ -140,8 +144,27 @@ class _Run:
         with memory_guard(self.plan, self.device, "load"):
             return build(self.plan, self.checkpoint, self.ranks, self.device, self.log.progress())
 
-    def _train(self, live: Live) -> None:
-        log, trainer = self.log, self._trainer(live)
+    def _rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Training and held-out sequences, read by rank 0 and then taken from its cache by all.
+
+        Read before the weights: data that cannot train is told before terabytes are loaded.
+        """
+        config, cache = read_config(self.checkpoint), self.run_dir / "data"
+        data, wanted = self.recipe.data, self.recipe.schedule.held_out_sequences
+
+        def sequences(name: str, least: int) -> np.ndarray:
+            return load_sequences(self.root / name, self.recipe, self.checkpoint, config, cache, least)
+
+        def both() -> tuple[np.ndarray, np.ndarray]:
+            return sequences(data.train, 1), sequences(data.held_out, wanted)[:wanted]
+
+        on_first_rank(lambda: len(both()))
+        rows = together(both)
+        reset_peak_host()
+        return rows
+
+    def _train(self, live: Live, rows: tuple[np.ndarray, np.ndarray]) -> None:
+        log, trainer = self.log, self._trainer(live, *rows)
         done = trainer.resume()
         guard = FirstStep(trainer) if done == 0 else None
         if guard is None:
@@ -177,22 +200,9 @@ class _Run:
         if self.ranks.world > 1:
             dist.barrier()
 
-    def _trainer(self, live: Live) -> Trainer:
-        batch, strategy, data = self.recipe.batch, self.plan.decision.strategy, self.recipe.data
-        cache = self.run_dir / "data"
-
-        def sequences(name: str, wanted: int) -> np.ndarray:
-            config = live.files.config
-            return load_sequences(self.root / name, self.recipe, self.checkpoint, config, cache, wanted)
-
-        held_out = self.recipe.schedule.held_out_sequences
-
-        def both() -> tuple[np.ndarray, np.ndarray]:
-            return sequences(data.train, 1), sequences(data.held_out, held_out)[:held_out]
-
-        on_first_rank(lambda: len(both()))
-        train, held = together(both)
-        if data.images_field:
+    def _trainer(self, live: Live, train: np.ndarray, held: np.ndarray) -> Trainer:
+        batch, strategy = self.recipe.batch, self.plan.decision.strategy
+        if self.recipe.data.images_field:
             held = together(lambda: self._attach(live, held))
         batches = Batches(
             train,

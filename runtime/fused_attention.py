@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwright.kernels.registry import OPERATORS
+from shardwright.runtime.lora.siblings import joint
 from shardwright.schemas.errors import LegalityError
 from shardwright.schemas.fusion import FusionDecision
 
@@ -72,9 +73,10 @@ def fused_attention(module: nn.Module, name: str, decision: FusionDecision) -> C
         lead = hidden_states.shape[:-1]
         heads = (*lead, -1, family.head_dim)
         cos, sin = position_embeddings
+        queries, keys, values = joint(hidden_states, (q_proj, k_proj, v_proj))
         q, k = op(
-            q_proj(hidden_states).view(heads),
-            k_proj(hidden_states).view(heads),
+            queries.view(heads),
+            keys.view(heads),
             cos,
             sin,
             width=cos.shape[-1],
@@ -82,12 +84,11 @@ def fused_attention(module: nn.Module, name: str, decision: FusionDecision) -> C
             **norms(),
         )
         attend = ALL_ATTENTION_FUNCTIONS[implementation]
-        values = v_proj(hidden_states).view(heads)
         mixed, maps = attend(
             module,
             q.transpose(1, 2),
             k.transpose(1, 2),
-            values.transpose(1, 2),
+            values.view(heads).transpose(1, 2),
             attention_mask,
             dropout=0.0,
             scaling=family.scaling,

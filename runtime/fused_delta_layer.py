@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwright.kernels.registry import OPERATORS, source_sha256
 from shardwright.runtime.fused_delta_rule import CACHES, fused_delta_rule
+from shardwright.runtime.lora.siblings import joint
 from shardwright.runtime.segments import Bounds, active, by_document
 from shardwright.schemas.errors import LegalityError, StalePlanError
 from shardwright.schemas.fusion import FusionDecision
@@ -102,14 +103,14 @@ class DeltaLayer:
         lead = x.shape[:2]
         rows = tuple(lead) if bounds is None else (1, lead.numel())
         documents = None if bounds is None else flat_bounds(bounds)
-        made: dict[str, Tensor] = {}
+        made = self._projections(x)
         H, HV, K, V = (int(self.constants[size]) for size in SIZES[:4])
         heads = ((H, K), (H, K), (HV, V))
         convolved = [
             self.conv(part.reshape(*rows, -1).contiguous(), taps, cu_seqlens=documents)[0].view(*rows, *shape)
-            for part, taps, shape in zip(self._streams(x, made), self._taps(heads), heads, strict=True)
+            for part, taps, shape in zip(self._streams(made), self._taps(heads), heads, strict=True)
         ]
-        decay = self._value("decay", x, made).reshape(*rows, HV, -1)
+        decay = self._value("decay", made).reshape(*rows, HV, -1)
         bias = self._part("dt_bias").reshape(HV, -1)
         settings: dict[str, Any] = {"gate": self.constants["gate"]}
         if self.constants["form"] == "heads":
@@ -119,23 +120,30 @@ class DeltaLayer:
         o, _ = self.rule(
             *convolved,
             decay.contiguous(),
-            self._value("beta", x, made).reshape(*rows, HV).contiguous(),
+            self._value("beta", made).reshape(*rows, HV).contiguous(),
             self._part("a_log").reshape(-1)[:HV],
             bias,
             cu_seqlens=documents,
             **settings,
         )
-        gate = self._value("gate", x, made).reshape(o.shape)
+        gate = self._value("gate", made).reshape(o.shape)
         eps, act = float(self.constants["eps"]), str(self.constants["act"])
         y = self.norm(o, gate, self._part("norm_weight"), eps, activation=act)
         result: Tensor = self._part("o")(y.reshape(*lead, -1))
         return result
 
-    def _streams(self, x: Tensor, made: dict[str, Tensor]) -> list[Tensor]:
+    def _projections(self, x: Tensor) -> dict[str, Tensor]:
+        """Every projection of x itself by its path, each once."""
+        streams = ("mixed",) if "mixed" in self.roles else STREAMS
+        first = [f"{role}_low" if f"{role}_low" in self.roles else role for role in (*streams, "decay", "beta", "gate")]
+        paths = {self.roles[role]: self._part(role) for role in first}
+        return dict(zip(paths, joint(x, tuple(paths.values())), strict=True))
+
+    def _streams(self, made: dict[str, Tensor]) -> list[Tensor]:
         """Inputs of the convolutions of q, k and v ``[B, S, C]``."""
         if "mixed" in self.roles:
-            return list(self._value("mixed", x, made).split(self._channels(), dim=-1))
-        return [self._value(role, x, made) for role in STREAMS]
+            return list(self._value("mixed", made).split(self._channels(), dim=-1))
+        return [self._value(role, made) for role in STREAMS]
 
     def _taps(self, heads: tuple[tuple[int, int], ...]) -> list[Tensor]:
         """Weights of the convolutions of q, k and v ``[C, J]``."""
@@ -147,13 +155,10 @@ class DeltaLayer:
         H, HV, K, V = (int(self.constants[size]) for size in SIZES[:4])
         return [H * K, H * K, HV * V]
 
-    def _value(self, role: str, x: Tensor, made: dict[str, Tensor]) -> Tensor:
-        """A role's projection of x, or its range of every group's values; each projection runs once a call."""
-        path = self.roles[role]
-        if path not in made:
-            low = self.roles.get(f"{role}_low")
-            made[path] = self._part(role)(x if low is None else self._part(f"{role}_low")(x))
-        value = made[path]
+    def _value(self, role: str, made: dict[str, Tensor]) -> Tensor:
+        """A role's projection of x, or its range of every group's values."""
+        low = self.roles.get(f"{role}_low")
+        value = made[self.roles[role]] if low is None else self._part(role)(made[low])
         groups = self.constants.get(f"{role}_groups")
         if groups is None:
             return value

@@ -2,7 +2,7 @@
 
 Rows are flattened into one packed sequence: documents begin where positions are 0, and at every row. The operators keep
 documents apart by these borders, so the family's mask is not read; that it says the same is checked on the first call
-of each size.
+of each size. Rows that are cut over ranks have no mask, and run as ``context_dsa`` says.
 Legend: B rows, S tokens a row, K selected keys.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwright.runtime.context_dsa import for_rows
 from shardwright.runtime.fused_dsa_borders import Borders
 from shardwright.runtime.fused_dsa_layer import DenseLatentAttention, SparseAttention
 from shardwright.runtime.fused_dsa_parts import NOT_ROTATED
@@ -60,7 +61,7 @@ class _MaskCheck:
 
     def __call__(self, borders: Borders, mask: Tensor | None) -> None:
         size = (borders.B, borders.S)
-        if type(mask) is Tensor and not mask.is_meta and size not in self.seen:
+        if borders.cut is None and type(mask) is Tensor and not mask.is_meta and size not in self.seen:
             borders.require(mask, self.name)
             self.seen.add(size)
 
@@ -92,7 +93,7 @@ def _by_positions(module: nn.Module, name: str, layer: SparseAttention) -> Calla
             return found
         borders = Borders.of(hidden_states, position_ids)
         check(borders, attention_mask)
-        y, indices = layer(hidden_states, position_embeddings, borders, prev_topk_indices)
+        y, indices = for_rows(layer, borders)(hidden_states, position_embeddings, borders, prev_topk_indices)
         return (y, None, indices) if three else (y, None)
 
     return forward
@@ -108,7 +109,7 @@ def _by_mask(module: nn.Module, name: str, layer: SparseAttention) -> Callable[.
             return own
         borders = Borders.of_mask(x, attention_mask)
         check(borders, attention_mask)
-        y, _ = layer(x, None, borders, None)
+        y, _ = for_rows(layer, borders)(x, None, borders, None)
         return y
 
     return forward

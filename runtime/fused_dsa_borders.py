@@ -1,6 +1,8 @@
 """Documents of packed rows as sparse attention needs them: on the device, without waiting for it.
 
-Legend: B rows, S tokens a row, T = B · S.
+Where sequences are cut over ranks (``runtime.context``) the tokens at hand are a rank's own, and keys are those of all
+ranks: places and documents are of the whole packed rows.
+Legend: B rows, S tokens a row at hand, T = B · S, N keys: T, or cp · T of cut rows.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwright.runtime import context
 from shardwright.runtime.segments import active
 from shardwright.schemas.errors import LegalityError
 
@@ -24,11 +27,15 @@ class Borders:
     """``[T]`` int64: first token of each token's document."""
     ends: tuple[int, ...] | None = None
     """0 and the end of every document, where the host knows them."""
+    cut: context.Cut | None = None
+    """How the rows at hand are cut over ranks."""
 
     @classmethod
     def of(cls, hidden: Tensor, positions: Tensor | None) -> Borders:
         """From positions ``[B, S]`` that start anew with every document; each row is one where there are none."""
         B, S = hidden.shape[:2]
+        if (cut := context.active()) is not None:
+            return cls._of_cut(B, S, cut)
         at = torch.arange(B * S, device=hidden.device)
         begins = at % S == 0
         if positions is not None:
@@ -38,17 +45,41 @@ class Borders:
     @classmethod
     def of_mask(cls, hidden: Tensor, mask: Tensor | None) -> Borders:
         """From what each token sees ``[B, 1, S, S]``: its document begins with the first; ``None``: a row each."""
-        if mask is None:
+        if mask is None or context.active() is not None:
             return cls.of(hidden, None)
         B, S = hidden.shape[:2]
         first = mask[:, 0].to(torch.int8).argmax(-1).expand(B, S)
         row = torch.arange(B, device=hidden.device)[:, None] * S
         return cls(B, S, (first + row).reshape(-1), known_ends(B, S, one_each=False))
 
+    @classmethod
+    def _of_cut(cls, B: int, S: int, cut: context.Cut) -> Borders:
+        row = torch.arange(B, device=cut.positions.device)[:, None] * cut.tokens
+        first = row if cut.starts is None else cut.place.own(cut.starts) + row
+        return cls(B, S, first.expand(B, S).reshape(-1), cut=cut)
+
     @property
     def at(self) -> Tensor:
         """``[T]``: each token's own place."""
-        return torch.arange(self.B * self.S, device=self.first.device)
+        if self.cut is None:
+            return self.keys
+        return self.cut.place.own(self.keys.view(self.B, self.row_tokens)).reshape(-1)
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a whole row."""
+        return self.S if self.cut is None else self.cut.tokens
+
+    @property
+    def keys(self) -> Tensor:
+        """``[N]``: the places of all keys."""
+        return torch.arange(self.B * self.row_tokens, device=self.first.device)
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """``[T, ·]`` of the tokens at hand → ``[N, ·]`` of all keys; of cut rows a collective, its gradient a sum."""
+        if self.cut is None:
+            return own
+        return context.gather_tokens(own.view(self.B, 1, self.S, -1), self.cut.place).flatten(0, 2)
 
     def cu_seqlens(self) -> Tensor:
         """``[T + 1]`` int64: begins of documents in order, then T as often as needed: a length that is known here."""

@@ -60,7 +60,8 @@ class SparseAttention(LatentParts):
         made = replace(made, q_rope=q_rope, k_rope=k_rope)
         gate = self.part("gate")(x).flatten(0, 1).unflatten(1, (-1, self.value)) if "gate" in self.roles else None
         indices = None
-        choice = self.module.__dict__.setdefault(WAYS, {})[borders.S] = self.choice(borders.S)
+        tokens = borders.row_tokens
+        choice = self.module.__dict__.setdefault(WAYS, {})[tokens] = self.choice(tokens)
         if choice.path == "dense":
             o = self._dense(made, gate, borders)
             if self.learns:
@@ -196,7 +197,7 @@ class SparseAttention(LatentParts):
         with torch.no_grad():
             found: Tensor = OPERATORS["dsa_indexer"].load_op()(
                 *scored,
-                top_k=min(self.top_k, borders.S),
+                top_k=min(self.top_k, borders.row_tokens),
                 scale=self.index_scale,
                 cu_seqlens=borders.cu_seqlens(),
                 precision=self.settings.scores,
@@ -206,20 +207,20 @@ class SparseAttention(LatentParts):
     def taken_over(self, handed: Tensor, borders: Borders) -> Tensor:
         """The choice of an earlier layer as rows of the packed sequence: a query's own key counts once."""
         flat = handed.reshape(borders.B * borders.S, -1)
-        own = (borders.at % borders.S)[:, None]
+        own = (borders.at % borders.row_tokens)[:, None]
         again = torch.zeros_like(flat, dtype=torch.bool)
         again[:, 1:] = (flat[:, 1:] == own) & (flat[:, :-1] == own)
-        row = (borders.at // borders.S * borders.S)[:, None]
+        row = borders.at[:, None] - own
         return torch.where(again | (flat < 0), -1, flat + row).to(torch.int32)
 
     def handed_on(self, indices: Tensor | None, borders: Borders) -> Tensor:
         """Rows of the packed sequence → keys of each row, the query's own where there is none; all keys where none
         was left out."""
         if indices is None:
-            every = torch.arange(borders.S, device=borders.first.device, dtype=torch.int32)
+            every = torch.arange(borders.row_tokens, device=borders.first.device, dtype=torch.int32)
             return every.expand(borders.B, borders.S, -1)
-        row = (borders.at // borders.S * borders.S)[:, None]
         own = borders.at[:, None]
+        row = own - own % borders.row_tokens
         return (torch.where(indices < 0, own, indices) - row).to(torch.int32).view(borders.B, borders.S, -1)
 
 

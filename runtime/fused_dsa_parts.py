@@ -132,9 +132,14 @@ class LatentParts:
         absorbed = self.up(made.q_nope.shape[1]).absorb(made.q_nope)
         return torch.cat((absorbed, made.q_rope), -1), torch.cat((made.latent, made.k_rope), -1)[:, None]
 
+    @property
+    def expansion(self) -> Any:
+        """The module that keys and values are made of latents by; it is absorbed, or expands."""
+        return self.module.get_submodule(self.roles["kv_b_weight"].rpartition(".")[0])
+
     def up(self, heads: int) -> UpProjection:
         """The projection that is absorbed, with its adapter where it has one."""
-        linear = self.module.get_submodule(self.roles["kv_b_weight"].rpartition(".")[0])
+        linear = self.expansion
         adapter = None
         if isinstance(linear, LoraLinear):
             adapter = Adapter(linear.lora_a, linear.lora_b, linear.scaling)

@@ -4,8 +4,8 @@ That is the plain model of the first step's check, and the live one while its fu
 and values as the module itself projects them, some queries at a time. Where the fused layer attends to all keys, the
 family's own indexer selects all; where it scores in fp8, its choice is made here, of values that were rounded the same
 way, and handed to the family's attention.
-Legend: B rows, S tokens a row, T = B · S, H heads, M attention width, J indexer heads, K selected keys, P tokens of a
-pool.
+Legend: B rows, S tokens a row, T = B · S, N keys (T, or those of all ranks where rows are cut), H heads, M attention
+width, J indexer heads, K selected keys, P tokens of a pool.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwright.runtime.context_pieces import members
 from shardwright.runtime.fused_dsa_borders import Borders
 from shardwright.runtime.fused_dsa_layer import SparseAttention
 from shardwright.runtime.fused_dsa_parts import NOT_ROTATED, half_table
@@ -57,10 +58,10 @@ def plain_loss(layer: SparseAttention, x: Tensor, tables: Tables, borders: Borde
     x, dense = x.detach(), layer.settings.stage == "dense"
     q_main, k_main = _main(layer, x, tables, borders)
     chosen = plain_choice(layer, x, tables, borders)
-    T, H, _ = q_main.shape
+    (T, H, _), N = q_main.shape, k_main.shape[0]
     total = x.new_zeros((), dtype=k_main.dtype)
-    for rows in _pieces(T, H * T):
-        seen = _documents(borders, rows) if dense else _members(chosen.indices[rows], T)
+    for rows in _pieces(T, H * N):
+        seen = _documents(borders, rows) if dense else members(chosen.indices[rows], N)
         share = _shares(layer, q_main[rows], k_main, seen)
         q, weights = chosen.q[rows], chosen.weights[rows]
         if dense:
@@ -74,7 +75,7 @@ def plain_loss(layer: SparseAttention, x: Tensor, tables: Tables, borders: Borde
         mass = share.sum(-1, keepdim=True)
         target = torch.where(mass > 0, share / mass, 0.0)
         total = total + kl_rows_reference(target, scores, here).sum()
-    return total / max(1, T)
+    return total / max(1, N)
 
 
 def plain_choice(layer: SparseAttention, x: Tensor, tables: Tables, borders: Borders) -> Selected:
@@ -85,7 +86,8 @@ def plain_choice(layer: SparseAttention, x: Tensor, tables: Tables, borders: Bor
     q, k, weights = layer.index_values(x, q_latent)
     if not isinstance(layer, PooledSparseAttention):
         q, k = (_turned(part, tables, layer.index_layout, borders) for part in (q, k))
-        best = _best(layer, q, k, weights, borders.at, borders, min(layer.top_k, borders.S))
+        k = borders.gathered(k)
+        best = _best(layer, q, k, weights, borders.keys, borders, min(layer.top_k, borders.row_tokens))
         return Selected(q, k, weights, best)
     pools = Pools(layer.pool, borders.first, borders.at)
     ends = pools.ends()
@@ -102,23 +104,23 @@ def plain_choice(layer: SparseAttention, x: Tensor, tables: Tables, borders: Bor
 def _best(
     layer: SparseAttention, q: Tensor, k: Tensor, weights: Tensor, ends: Tensor, borders: Borders, count: int
 ) -> Tensor:
-    """``[T, count]`` int32: the best keys, or pools, of each query; ``ends`` are their last tokens, T for none."""
+    """``[T, count]`` int32: the best keys, or pools, of each query; ``ends`` are their last tokens, N for none."""
     from shardwright.kernels.dsa.indexer.reference import scores_reference, select_reference
 
-    T, J, _ = q.shape
+    (T, J, _), N = q.shape, borders.B * borders.row_tokens
     if layer.settings.scores == "fp8":
         q, k = rounded(q), rounded(k)
     found = []
     for rows in _pieces(T, J * max(1, k.shape[0])):
-        seen = _documents(borders, rows).gather(1, ends.clamp(max=T - 1).expand(len(borders.at[rows]), -1))
+        seen = _documents(borders, rows).gather(1, ends.clamp(max=N - 1).expand(len(borders.at[rows]), -1))
         scores = scores_reference(q[rows], k, weights[rows], layer.index_scale)
-        found.append(select_reference(scores, seen & (ends < T), count))
+        found.append(select_reference(scores, seen & (ends < N), count))
     return torch.cat(found)
 
 
 @torch.no_grad()
 def _shares(layer: SparseAttention, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-    """``[rows, T]``: the attention's probabilities over what is seen, summed over heads."""
+    """``[rows, N]``: the attention's probabilities over what is seen, summed over heads."""
     logits = torch.einsum("chm,shm->chs", q.to(k.dtype), k) * layer.scale
     logits = logits.masked_fill(~seen[:, None], float("-inf"))
     lse = logits.logsumexp(-1)
@@ -128,15 +130,9 @@ def _shares(layer: SparseAttention, q: Tensor, k: Tensor, seen: Tensor) -> Tenso
 
 
 def _documents(borders: Borders, rows: slice) -> Tensor:
-    """``[rows, T]``: the keys that queries may see."""
-    at, first = borders.at[rows, None], borders.first[rows, None]
-    return (borders.at <= at) & (borders.at >= first)
-
-
-def _members(indices: Tensor, T: int) -> Tensor:
-    """``[rows, T]``: which keys are selected."""
-    found = torch.zeros((indices.shape[0], T + 1), dtype=torch.bool, device=indices.device)
-    return found.scatter_(1, torch.where(indices < 0, T, indices).long(), True)[:, :T]
+    """``[rows, N]``: the keys that queries may see."""
+    at, first, keys = borders.at[rows, None], borders.first[rows, None], borders.keys
+    return (keys <= at) & (keys >= first)
 
 
 def _pieces(T: int, row: int) -> Iterator[slice]:
@@ -182,17 +178,17 @@ def follow(live: SparseAttention, plain: SparseAttention) -> None:
         x, tables, borders = _called(module, args, kwargs)
         latest[:] = [(x, tables, borders)]
         pool = plain.pool if isinstance(plain, PooledSparseAttention) else 1
-        everything = -(-borders.S // pool) * pool
-        indexer.index_topk = everything if live.choice(borders.S).path == "dense" else own
+        everything = -(-borders.row_tokens // pool) * pool
+        indexer.index_topk = everything if live.choice(borders.row_tokens).path == "dense" else own
 
     def choice(*args: Any, **kwargs: Any) -> Any:
         given = latest.pop() if latest else None
-        if given is None or plain.settings.scores == "exact" or live.choice(given[2].S).path == "dense":
+        if given is None or plain.settings.scores == "exact" or live.choice(given[2].row_tokens).path == "dense":
             return choose(*args, **kwargs)
         x, tables, borders = given
         with torch.no_grad():
             chosen = plain.handed_on(plain_choice(plain, x, tables, borders).indices, borders)
-            return _as_scores(chosen) if _by_mask(plain.module) else chosen
+            return _as_scores(chosen, borders.row_tokens) if _by_mask(plain.module) else chosen
 
     plain.module.register_forward_pre_hook(before, with_kwargs=True)
     indexer.forward = choice
@@ -203,10 +199,9 @@ def _by_mask(module: nn.Module) -> bool:
     return tuple(inspect.signature(type(module).forward).parameters)[1:] == BY_MASK
 
 
-def _as_scores(chosen: Tensor) -> Tensor:
-    """``[B, S, K]`` keys of each row as scores of which they are the highest."""
-    B, S, _ = chosen.shape
-    return torch.zeros((B, S, S), device=chosen.device).scatter_(-1, chosen.long(), 1.0)
+def _as_scores(chosen: Tensor, keys: int) -> Tensor:
+    """``[B, S, K]`` of so many keys of each row as scores of which they are the highest."""
+    return torch.zeros((*chosen.shape[:2], keys), device=chosen.device).scatter_(-1, chosen.long(), 1.0)
 
 
 def _is_fused(module: nn.Module) -> bool:
@@ -225,14 +220,14 @@ def _called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _main(layer: SparseAttention, x: Tensor, tables: Tables, borders: Borders) -> tuple[Tensor, Tensor]:
-    """Queries and keys ``[T, H, M]`` of the attention, keys projected up, in fp32 (fp64 of fp64)."""
+    """Queries ``[T, H, M]`` and keys ``[N, H, M]`` of the attention, keys projected up, in fp32 (fp64 of fp64)."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     with torch.no_grad():
         made = layer.projected(x, borders)
         heads = made.q_nope.shape[1]
-        expand = layer.module.get_submodule(layer.roles["kv_b_weight"].rpartition(".")[0])
-        keys = expand(made.latent).unflatten(-1, (heads, -1))[..., : layer.nope]
-        rotated = _turned(made.k_rope, tables, layer.layout, borders)[:, None].expand(-1, heads, -1)
+        keys = layer.expansion(borders.gathered(made.latent)).unflatten(-1, (heads, -1))[..., : layer.nope]
+        rotated = borders.gathered(_turned(made.k_rope, tables, layer.layout, borders))
+        rotated = rotated[:, None].expand(-1, heads, -1)
         q = torch.cat((made.q_nope, _turned(made.q_rope, tables, layer.layout, borders)), -1)
         return q, torch.cat((keys, rotated), -1).to(wide)
 

@@ -98,11 +98,13 @@ def weights_of(logits: Tensor, experts: Tensor, scoring: str, renormalise: bool,
 
     A renormalised softmax over all experts is the softmax over the chosen ones.
     """
-    picked = logits.float().gather(1, experts)
-    if scoring == "softmax":
-        scores = picked.softmax(-1) if renormalise else (picked - logits.float().logsumexp(-1, keepdim=True)).exp()
-        return scores * scale
-    scores = picked.sigmoid()
-    if renormalise:
-        scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-    return scores * scale
+    if scoring == "softmax" and renormalise:
+        scores = logits.gather(1, experts).float().softmax(-1)
+    elif scoring == "softmax":
+        wide = logits.float()
+        scores = (wide.gather(1, experts) - wide.logsumexp(-1, keepdim=True)).exp()
+    else:
+        scores = logits.gather(1, experts).float().sigmoid()
+        if renormalise:
+            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    return scores if scale == 1 else scores * scale

@@ -50,10 +50,6 @@ class Ranks:
         return self.rank // self.sizes.cp % self.sizes.ep
 
     @property
-    def replica(self) -> int:
-        return self.rank // (self.sizes.shard * self.sizes.ep * self.sizes.cp)
-
-    @property
     def expert_shards(self) -> int:
         """Ranks that share the experts of one EP rank."""
         return self.sizes.shard * self.sizes.cp

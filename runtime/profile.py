@@ -24,6 +24,25 @@ OPTIMIZER = "Optimizer.step"
 Span = tuple[float, float]
 
 
+def asked_step(steps: int) -> int | None:
+    """The step whose timeline the environment asks for, of a run of so many steps.
+
+    Raises:
+        RunError: ``bad-variable`` where what was asked for is none of them.
+    """
+    asked = os.environ.get(VARIABLE, "")
+    if not asked:
+        return None
+    if not (asked.isascii() and asked.isdigit() and 1 <= int(asked) <= steps):
+        raise RunError(
+            "bad-variable",
+            f"{VARIABLE} is {asked!r}; the recipe has steps 1 to {steps}",
+            where="environment",
+            next_action=f"set {VARIABLE} to one of these steps, or unset it",
+        )
+    return int(asked)
+
+
 @contextmanager
 def recording(run_dir: Path, step: int, rank: int, device: Device) -> Iterator[None]:
     """Keep the timeline of the block where this step of rank 0 was asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwright import __version__
+from shardwright.runtime.launch.allocator import allocator_setting
 from shardwright.schemas.errors import RunError
 from shardwright.schemas.files import write_atomic
 from shardwright.schemas.plan import AdaptationPlan
@@ -43,6 +45,7 @@ def start(plan: AdaptationPlan, device: str) -> RunRecord:
         world_size=plan.decision.strategy.mesh.world_size,
         device=device,
         versions=versions(),
+        allocator=allocator_setting(os.environ) if plan.decision.cluster.device_type == "cuda" else "",
         predicted_step_ms=cost.time.step_ms,
         predicted_peak_bytes=cost.memory.peak_bytes,
     )

@@ -78,6 +78,8 @@ def add_plain_lora(
         scaling = float(target.scaling)
         if target.kind == "experts":
             stacks.setdefault(target.module, {})[target.parameter.rsplit(".", 1)[1]] = (a, b, scaling)
+        elif target.role == "router" and type(router := model.get_submodule(target.module)) is not nn.Linear:
+            router.forward = partial(_merged, router, router.forward, a, b, scaling)
         else:
             model.get_submodule(target.module).register_forward_hook(_linear_hook(a, b, scaling))
     for name, adapted in stacks.items():
@@ -96,6 +98,18 @@ def _linear_hook(a: Tensor, b: Tensor, scaling: float) -> Any:
         return output + scaling * F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
 
     return hook
+
+
+def _merged(router: nn.Module, forward: Any, a: Tensor, b: Tensor, scaling: float, *args: Any, **kwargs: Any) -> Any:
+    """A router's own forward on the merged matrix."""
+    weight = router._parameters.pop("weight")
+    assert weight is not None
+    try:
+        router.weight = weight + scaling * (b @ a).to(weight)
+        return forward(*args, **kwargs)
+    finally:
+        del router.weight
+        router._parameters["weight"] = weight
 
 
 def _by_sizes(module: Any, a: Tensor, b: Tensor, scaling: float, inputs: Tensor, expert_size: list[int]) -> Tensor:

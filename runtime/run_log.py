@@ -86,16 +86,17 @@ class RunLog:
         for one in results:
             say(f"preflight {one.name}: {'passed' if one.passed else 'FAILED'} ({one.where}: {one.evidence})")
 
-    def progress(self) -> Callable[[int, int, float], None] | None:
-        """Tells bytes, tensors and seconds of loading every other second; ``None`` on other ranks."""
+    def progress(self) -> Callable[[int, int, int, float], None] | None:
+        """Tells tensors, bytes and rate of loading every other second; ``None`` on other ranks."""
         if not self.first:
             return None
         shown = [0.0]
 
-        def told(bytes_read: int, tensors: int, seconds: float) -> None:
+        def told(bytes_read: int, tensors: int, of: int, seconds: float) -> None:
             if seconds - shown[0] >= PROGRESS_S:
                 shown[0] = seconds
-                say(f"loading: {tensors} tensors, {bytes_read / 1e6:.0f} MB, {bytes_read / 1e6 / seconds:.0f} MB/s")
+                rate = bytes_read / 1e6 / seconds
+                say(f"loading: {tensors} of {of} tensors, {bytes_read / 1e6:.0f} MB, {rate:.0f} MB/s")
 
         return told
 

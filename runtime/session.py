@@ -16,7 +16,7 @@ from shardwright.runtime.experts.balance import LoadMeter
 from shardwright.runtime.experts.hierarchical import Nodes, open_nodes
 from shardwright.runtime.experts.packed import packed_experts_of
 from shardwright.runtime.experts.placement import slots_of
-from shardwright.runtime.experts.shared import put_shared_under_dispatch
+from shardwright.runtime.experts.shared import put_shared_before_experts, put_shared_under_dispatch
 from shardwright.runtime.files import Files, open_files
 from shardwright.runtime.fuse import Switch, install_fusions
 from shardwright.runtime.load.stream import Progress, load_weights, materialize
@@ -90,6 +90,8 @@ def build_on(
     cut_fusions(model, switches, decision.fusions)
     if strategy.overlap == "shared":
         put_shared_under_dispatch(model)
+    if strategy.checkpointing != "none":
+        put_shared_before_experts(model, decision.fusions)
     checkpoint_layers(recomputed(list(decoder_layers(model).values()), strategy), meter)
     shard(model, strategy, recipe.precision, ranks, decision.cluster.domain_devices)
     return model, files, meter, switches

@@ -3,6 +3,7 @@
 No device, no weights, no other rank: the model is built, adapted and sharded as a run does it, one micro-batch goes
 forward and backward, and FSDP2's own tracker says what rank 0 held at its fullest. Routing is even (there are no
 values to route by), so what this checks of a cost model are the static and the gathered bytes, not the imbalance.
+Where the plan cuts sequences over ranks, rank 0 runs its own pieces of rows of one document, as a run does.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 from shardwright.checkpoints.build import build_on_meta
+from shardwright.runtime import context_pieces
+from shardwright.runtime.batch import MicroBatch, as_batch
 from shardwright.runtime.checkpointing import checkpoint_layers, recomputed
+from shardwright.runtime.context import CONTEXT, Cut, Place, cut_batch, cutting
+from shardwright.runtime.context_install import cut_sequences
 from shardwright.runtime.device import Device
 from shardwright.runtime.experts import module as expert_module
 from shardwright.runtime.experts.balance import LoadMeter
@@ -30,7 +35,7 @@ from shardwright.runtime.experts.rows import TORCH, Moves, Rows
 from shardwright.runtime.files import open_files
 from shardwright.runtime.lora.inject import inject
 from shardwright.runtime.losses import summed_loss
-from shardwright.runtime.mesh import open_mesh
+from shardwright.runtime.mesh import Ranks, open_mesh
 from shardwright.runtime.parallelize import DTYPES, decoder_layers, shard
 from shardwright.runtime.session import stacks_of
 from shardwright.schemas.errors import ClusterError
@@ -77,6 +82,7 @@ def simulate(
 
     Raises:
         ClusterError: ``process-group`` where this process belongs to a real one.
+        LegalityError: ``context-length``, ``context-layer``, ``context-attention`` where rows cannot be cut as planned.
     """
     if dist.is_initialized():
         raise ClusterError(
@@ -90,8 +96,9 @@ def simulate(
     world = strategy.mesh.world_size
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        model = _sharded(checkpoint, recipe, strategy, targets, layers, prepare)
-        return _tracked(model, recipe, strategy)
+        ranks = open_mesh(strategy.mesh, Device("cpu", torch.device("cpu"), "fake"))
+        model = _sharded(checkpoint, recipe, strategy, targets, ranks, layers, prepare)
+        return _tracked(model, *_rows(recipe, strategy, ranks.place))
     finally:
         dist.destroy_process_group()
 
@@ -101,11 +108,10 @@ def _sharded(
     recipe: Recipe,
     strategy: ParallelStrategy,
     targets: tuple[LoraTarget, ...],
+    ranks: Ranks,
     layers: int | None,
     prepare: Callable[[nn.Module], None] | None,
 ) -> nn.Module:
-    device = Device("cpu", torch.device("cpu"), "fake")
-    ranks = open_mesh(strategy.mesh, device)
     model, packed = _on_meta(checkpoint, DTYPES[recipe.precision.base], strategy.base_format)
     if layers is not None:
         for name, _ in list(decoder_layers(model).items())[layers:][::-1]:
@@ -117,6 +123,7 @@ def _sharded(
     family = str(model.config.model_type)  # type: ignore[union-attr]
     adapter = DTYPES[recipe.precision.adapter]
     inject(model, chosen, model_type=family, ranks=ranks, meter=meter, dropout=0.0, dtype=adapter, packed=packed)
+    cut_sequences(model, ranks.place, ())
     if prepare is not None:
         prepare(model)
     checkpoint_layers(recomputed(list(decoder_layers(model).values()), strategy), meter)
@@ -132,15 +139,21 @@ def _on_meta(checkpoint: Path, dtype: torch.dtype, base_format: str) -> tuple[nn
     return model, packed_experts_of(files.names, stacks_of(model), base_format)
 
 
-def _tracked(model: nn.Module, recipe: Recipe, strategy: ParallelStrategy) -> Simulated:
-    rows = (strategy.micro_batch_sequences, recipe.batch.sequence_tokens)
+def _rows(recipe: Recipe, strategy: ParallelStrategy, place: Place | None) -> tuple[Tensor | MicroBatch, Cut | None]:
+    """A micro-batch of rank 0, and how it is cut: made of values, for where documents begin is read on the host."""
+    ids = torch.zeros((strategy.micro_batch_sequences, recipe.batch.sequence_tokens), dtype=torch.int64)
+    return (ids, None) if place is None else cut_batch(as_batch(ids), place)
+
+
+def _tracked(model: nn.Module, rows: Tensor | MicroBatch, cut: Cut | None) -> Simulated:
+    if cut is not None:
+        delattr(model, CONTEXT)  # these rows are cut already
     with FakeTensorMode(allow_non_fake_inputs=True), even_routing():
         model.to_empty(device="cpu")
-        ids = torch.zeros(rows, dtype=torch.int64)
         tracker = FSDPMemTracker(model)
-        tracker.track_inputs((ids,))
-        with tracker:
-            summed_loss(model, ids).backward()
+        tracker.track_inputs((rows if isinstance(rows, Tensor) else rows.ids,))
+        with tracker, cutting(cut), _standing_in(context_pieces, "causal_lower_right", _no_bias):
+            summed_loss(model, rows).backward()
         peak = _kinds(tracker.get_tracker_snapshot("peak"))
         total = peak.pop(TOTAL)
     seen = [
@@ -160,12 +173,22 @@ def _kinds(snapshot: dict[torch.device, dict[Any, int]]) -> dict[str, int]:
 @contextmanager
 def even_routing() -> Iterator[None]:
     """Every expert gets as many rows as any other: fake tensors hold no values to choose by."""
-    before = expert_module.plan_route
-    expert_module.plan_route = _even_route
+    with _standing_in(expert_module, "plan_route", _even_route):
+        yield
+
+
+@contextmanager
+def _standing_in(home: Any, name: str, other: Any) -> Iterator[None]:
+    before = getattr(home, name)
+    setattr(home, name, other)
     try:
         yield
     finally:
-        expert_module.plan_route = before
+        setattr(home, name, before)
+
+
+def _no_bias(queries: int, keys: int) -> None:
+    """In place of the causal bias of a piece, which is no fake tensor: what attention holds does not depend on it."""
 
 
 def _even_route(top_k_index: Tensor, num_experts: int, ep: int, group: Any, by: Rows = TORCH) -> Route:

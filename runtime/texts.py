@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import numpy as np
 
 from shardwright.checkpoints.config import ModelConfig
 from shardwright.runtime.chat import Document
+from shardwright.runtime.records import column_of, json_of, lines_of, open_packed, text_of
 from shardwright.schemas.errors import RecipeError
 from shardwright.schemas.recipe import DataSpec
 
@@ -22,23 +20,16 @@ def read_texts(path: Path, spec: DataSpec) -> list[str]:
     Raises:
         RecipeError: ``missing-data``, ``data-format``, ``bad-record``, ``empty-data``.
     """
-    if not path.is_file():
-        raise RecipeError("missing-data", "no such file", where=str(path), next_action="correct recipe.data")
     if spec.format == "parquet-text":
         return _parquet(path, spec.text_field)
     if spec.format != "jsonl-text":
         raise RecipeError(
             "data-format",
-            f"format {spec.format!r} is not read by this version",
+            f"data of format {spec.format!r} holds no plain texts",
             where="recipe.data.format",
-            next_action="convert the data to JSON lines with one text field",
+            next_action="give JSON lines with one text field, or parquet",
         )
-    texts = []
-    with open(path, encoding="utf-8", errors="strict") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            texts.append(_text_of(line, spec.text_field, f"{path}:{number}"))
+    texts = [text_of(line, spec.text_field, where) for where, line in lines_of(path)]
     if not any(texts):
         raise RecipeError(
             "empty-data",
@@ -49,43 +40,9 @@ def read_texts(path: Path, spec: DataSpec) -> list[str]:
     return texts
 
 
-def _text_of(line: str, field: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise RecipeError(
-            "bad-record", f"not JSON: {error}", where=where, next_action="correct or remove this line"
-        ) from error
-    text = record.get(field) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise RecipeError(
-            "bad-record",
-            f"no text under {field!r}, found {type(text).__name__}",
-            where=where,
-            next_action="correct this line, or recipe.data.text_field",
-        )
-    return text
-
-
 def _parquet(path: Path, field: str) -> list[str]:
     """One column of a parquet file."""
-    if importlib.util.find_spec("pyarrow") is None:
-        raise RecipeError(
-            "no-pyarrow",
-            "parquet is read by pyarrow, which is not installed",
-            where=str(path),
-            next_action="install pyarrow, or convert the data to JSON lines",
-        )
-    arrow, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
-    try:
-        texts: list[Any] = parquet.read_table(path, columns=[field]).column(field).to_pylist()
-    except (arrow.ArrowException, KeyError, OSError) as error:
-        raise RecipeError(
-            "bad-record",
-            f"no column {field!r} can be read: {error}"[:500],
-            where=str(path),
-            next_action="correct recipe.data.text_field, or the file",
-        ) from error
+    texts = column_of(path, field)
     wrong = next((place for place, text in enumerate(texts) if not isinstance(text, str)), None)
     if wrong is not None or not any(texts):
         what = "the column holds no text" if wrong is None else f"row {wrong + 1} holds {type(texts[wrong]).__name__}"
@@ -97,7 +54,7 @@ def open_tokenizer(checkpoint: Path, config: ModelConfig) -> tuple[Any, int]:
     """The checkpoint's tokenizer, and the id that ends a document.
 
     Raises:
-        RecipeError: ``no-tokenizer``, ``no-end-token``.
+        RecipeError: ``no-tokenizer``, ``bad-tokenizer``, ``no-end-token``.
     """
     from tokenizers import Tokenizer
 
@@ -117,6 +74,13 @@ def open_tokenizer(checkpoint: Path, config: ModelConfig) -> tuple[Any, int]:
             f"eos_token_id is {end!r}",
             where=str(checkpoint / "config.json"),
             next_action="set eos_token_id; documents are separated by it",
+        )
+    if not isinstance(json_of(path, "bad-tokenizer").get("model"), dict):
+        raise RecipeError(
+            "bad-tokenizer",
+            "tokenizer.json has no model",
+            where=str(path),
+            next_action="fetch this file again",
         )
     return Tokenizer.from_file(str(path)), end
 
@@ -146,17 +110,34 @@ def tokenise_texts(texts: list[str], checkpoint: Path, config: ModelConfig, wher
     return documents
 
 
+def packed_ids(path: Path, spec: DataSpec, config: ModelConfig) -> np.ndarray:
+    """[tokens] ids that the user made, mapped from the file.
+
+    Raises:
+        RecipeError: as :func:`~shardwright.runtime.records.open_packed`; ``wrong-tokenizer``.
+    """
+    ids = open_packed(path, spec)
+    _within(int(ids.min()), int(ids.max()), config, "the file holds", str(path))
+    return ids
+
+
 def in_vocabulary(documents: list[Document], checkpoint: Path, config: ModelConfig) -> None:
     """Refuse ids that the model has no row for.
 
     Raises:
         RecipeError: ``wrong-tokenizer``.
     """
-    vocabulary, largest = config.count("vocab_size"), max(int(one.ids.max()) for one in documents)
-    if vocabulary and largest >= vocabulary:
+    largest = max(int(one.ids.max()) for one in documents)
+    _within(0, largest, config, "the tokenizer gives", str(checkpoint / "tokenizer.json"))
+
+
+def _within(smallest: int, largest: int, config: ModelConfig, who: str, where: str) -> None:
+    vocabulary = config.count("vocab_size")
+    if smallest < 0 or (vocabulary and largest >= vocabulary):
         raise RecipeError(
             "wrong-tokenizer",
-            f"the tokenizer gives id {largest}, the model's embedding has {vocabulary} rows, ids 0 to {vocabulary - 1}",
-            where=str(checkpoint / "tokenizer.json"),
+            f"{who} id {smallest if smallest < 0 else largest}, the model's embedding has {vocabulary} rows, ids 0 to "
+            f"{vocabulary - 1}",
+            where=where,
             next_action="use the tokenizer that belongs to this checkpoint",
         )

@@ -105,9 +105,9 @@ class Trainer:
         indexer = loss_over_ranks(self.indexer, self.ranks, self.device)
         if self.ranks.world > 1:
             dist.all_reduce(total)
-        loads = self.live.meter.finish_step()
         sum_copies(self.live.adapters, self.ranks)
         norm = self.optimizer.global_norm(self.optimizer.gradients())
+        loads = self.live.meter.finish_step()
         raise_late_faults()
         if not np.isfinite(float(total)) or not np.isfinite(norm):
             raise CheckFailed(

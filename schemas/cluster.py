@@ -7,15 +7,6 @@ from typing import Literal
 from pydantic import model_validator
 
 from shardwright.schemas.base import CountInt, Identifier, Model, NonNegative, Positive, PositiveInt, Sha256, added
-from shardwright.schemas.ops import EvidenceOrigin
-
-
-class Sourced(Model):
-    """A figure and where it comes from."""
-
-    value: Positive
-    origin: EvidenceOrigin = "assumed"
-    source: str = ""
 
 
 class DeviceSpec(Model):
@@ -140,6 +131,8 @@ class Calibration(Model):
     exchange_host_s: tuple[NonNegative, NonNegative] | None = added(None)
     """Host time of one MoE layer's route and exchanges, (forward, backward)."""
     beside_slowdown: NonNegative | None = added(None)
+    sustained_flops: dict[str, NonNegative] = added({})
+    """dtype → FLOP/s of large products over about a second, under the power limit."""
     first_touch_bytes_per_s: NonNegative | None = added(None)
     """Bytes/s of writing to memory that the allocator just took from the system (page faults); CPU ranks."""
     date: str = ""

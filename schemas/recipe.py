@@ -33,6 +33,14 @@ class LoraSpec(Model):
     experts: Literal["per_expert", "shared"] = added("per_expert")
     """One pair for each expert of a stack, or one that all experts of a block share."""
 
+    @model_validator(mode="after")
+    def _sensible(self) -> LoraSpec:
+        if float(self.alpha) <= 0:
+            raise ValueError(f"alpha is above 0 (got {self.alpha}); the adapter is scaled by alpha / rank")
+        if not 0 <= float(self.dropout) < 1:
+            raise ValueError(f"dropout is a share from 0 to below 1 (got {self.dropout})")
+        return self
+
     @field_validator("targets")
     @classmethod
     def _no_empty_targets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -95,6 +103,18 @@ class OptimizerSpec(Model):
     weight_decay: DecimalText = "0"
     max_grad_norm: DecimalText = "1"
 
+    @model_validator(mode="after")
+    def _sensible(self) -> OptimizerSpec:
+        if float(self.learning_rate) <= 0 or float(self.epsilon) <= 0:
+            raise ValueError(f"learning_rate and epsilon are above 0 (got {self.learning_rate} and {self.epsilon})")
+        if not all(0 <= float(beta) < 1 for beta in (self.beta1, self.beta2)):
+            raise ValueError(f"beta1 and beta2 are from 0 to below 1 (got {self.beta1} and {self.beta2})")
+        if float(self.weight_decay) < 0 or float(self.max_grad_norm) < 0:
+            raise ValueError(
+                f"weight_decay and max_grad_norm are 0 or more (got {self.weight_decay} and {self.max_grad_norm})"
+            )
+        return self
+
 
 class ScheduleSpec(Model):
     """Learning-rate schedule and length of the run."""
@@ -115,6 +135,12 @@ class ScheduleSpec(Model):
     def _warmup_fits(self) -> ScheduleSpec:
         if self.warmup_steps >= self.steps and self.warmup_steps > 0:
             raise ValueError("warmup_steps must be smaller than steps")
+        return self
+
+    @model_validator(mode="after")
+    def _decays(self) -> ScheduleSpec:
+        if not 0 <= float(self.final_fraction) <= 1:
+            raise ValueError(f"final_fraction is a share from 0 to 1 of the learning rate (got {self.final_fraction})")
         return self
 
     @model_validator(mode="after")

@@ -133,6 +133,8 @@ class RunRecord(Model):
     resumed_from_steps: tuple[CountInt, ...] = ()
     stopped_at_step: CountInt | None = added(None)
     """Where the recipe's early stop ended the run before its last step."""
+    allocator: str = added("")
+    """What torch's allocator of device memory was told by the environment; empty: nothing, or no CUDA device."""
     ways: tuple[WayTaken, ...] = added(())
     """Of operators with several ways, which ran: sparse attention over all keys or over selected ones."""
     exports: tuple[ExportFacts, ...] = ()

@@ -13,6 +13,7 @@ PARITY = "tests/runtime/test_parity.py"
 PLACEMENT = "tests/runtime/test_placement.py"
 SCHEDULE = "tests/runtime/test_schedule_axes.py"
 CONTEXT = "tests/runtime/test_context.py"
+CONTEXT_DSA = "tests/runtime/test_context_dsa.py"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ _CUT_PACKED = "tests/runtime/test_packed_shards.py::test_gradients_of_cut_packed
 _COPIES = f"{SCHEDULE}::test_copies_of_experts_keep_gradients"
 _REPLICATE = f"{PARITY}::test_replicate2_equals_one_rank"
 _CUT = f"{CONTEXT}::test_cut_sequences_train_what_one_process_trains"
+_CUT_DSA = f"{CONTEXT_DSA}::test_chosen_keys_of_all_ranks_train_what_one_process_trains"
 
 EXECUTABLE: dict[str, ExecutableAxis] = {
     "pp": ExecutableAxis({1: _BASE}),
@@ -107,22 +109,27 @@ BASE_PACKINGS: dict[str, str] = {
 }
 """Storage formats of the base weights that the runtime loads, with the proving test."""
 
-CONTEXT_ATTENTION: dict[str, str] = {kind: _CUT for kind in ("full", "sliding", "mla", "linear", "none")}
+CONTEXT_ATTENTION: dict[str, str] = {
+    **dict.fromkeys(("full", "sliding", "mla", "linear", "none"), _CUT),
+    "dsa": _CUT_DSA,
+}
 """Kinds of attention that run on sequences cut over ranks (cp above 1), with the proving test."""
 
 CONTEXT_FAMILIES: dict[str, str] = {
-    family: _CUT for family in ("qwen3_moe", "mixtral", "deepseek_v3", "kimi_linear", "qwen3_next", "kimi_k3")
+    **dict.fromkeys(("qwen3_moe", "mixtral", "deepseek_v3", "kimi_linear", "qwen3_next", "kimi_k3"), _CUT),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _CUT_DSA),
 }
 """Families whose layers were proved so; another one's are refused until they are."""
 
 CONTEXT_OPERATORS = frozenset(
     {
         *("rms_norm", "add_rms_norm", "gated_rms_norm", "qk_norm_rope", "router", "linear_cross_entropy"),
-        *("moe_layer", "grouped_lora_mlp", "packed_experts"),
+        *("moe_layer", "grouped_lora_mlp", "packed_experts", "dsa"),
     }
 )
-"""Operators that run unchanged on cut sequences: each token's value needs no other token
-(``tests/runtime/test_fused.py::test_fused_equals_eager_on_live_models`` runs most of them so)."""
+"""Operators that run on cut sequences: of all but the last each token's value needs no other token
+(``tests/runtime/test_fused.py::test_fused_equals_eager_on_live_models`` runs most of them so); sparse attention takes
+the keys of all ranks (``tests/runtime/test_context_dsa.py``)."""
 
 PRESERVED_ROUTING: str | None = f"{PARITY}::test_checkpointing_keeps_losses"
 """Proof that a checkpointed MoE layer routes alike in its recomputation; ``None`` would forbid it."""

@@ -76,13 +76,17 @@ def experts(provider: str, dtype: str, R: int, H: int, I: int, E: int) -> OpCost
 
 
 def linear_cross_entropy(provider: str, dtype: str, T: int, H: int, V: int) -> OpCost:
-    """Head and loss: logits ``[T, V]``, log-softmax in fp32, gradient of the input."""
+    """Head and loss: logits ``[T, V]``, log-softmax in fp32, gradient of the input.
+
+    Rows of a vocabulary are longer than what a multiprocessor holds: eager log-softmax reads them for their maximum,
+    their sum and the result, its backward the gradient twice and the result once.
+    """
     b, n, flops = BYTES[dtype], T * V, 2 * T * H * V
     product_read, product_written = T * H * b + V * H * b, n * b
     cast_in, cast_out = ([(n * b, n * 4)], [(n * 4, n * b)]) if b != 4 else ([], [])
     if provider == "eager":
-        forward = [(product_read, product_written), *cast_in, (n * 4, n * 4), (T * 8, T * 4)]
-        backward = [(T * 4, n * 4), (2 * n * 4, n * 4), *cast_out, (n * b + V * H * b, T * H * b)]
+        forward = [(product_read, product_written), *cast_in, (3 * n * 4, n * 4), (T * 8, T * 4)]
+        backward = [(T * 4, n * 4), (3 * n * 4, n * 4), *cast_out, (n * b + V * H * b, T * H * b)]
     else:
         forward = [(product_read, product_written), (2 * n * b, T * 8)]
         backward = [(n * b + T * 8, n * b), (n * b + V * H * b, T * H * b)]

@@ -50,6 +50,7 @@ def measure(*, quick: bool, progress: Callable[[str], None]) -> Calibration:
                 progress(f"gemm {dtype} {size}³: {rate / 1e9:,.1f} GFLOP/s")
                 points.append(CurvePoint(size=size, rate=rate))
             gemm[dtype] = tuple(points)
+        sustained = _sustained_flops(progress) if kind == "cuda" else {}
         copied = []
         for count in copies:
             rate = _copy_rate(kind, count)
@@ -80,6 +81,7 @@ def measure(*, quick: bool, progress: Callable[[str], None]) -> Calibration:
         device=name,
         versions={"torch": installed("torch")},
         gemm_flops=gemm,
+        sustained_flops=sustained,
         grouped_gemm_flops=grouped,
         attention_flops=attention,
         copy_bytes_per_s=tuple(copied),
@@ -117,6 +119,33 @@ def _gemm_flops(kind: str, dtype: str, size: int) -> float:
 
     a, b = (torch.randn(size, size, device=kind).to(getattr(torch, dtype)) for _ in range(2))
     return 2 * size**3 / _median_seconds(kind, lambda: a @ b)
+
+
+SUSTAINED_S, SUSTAINED_CALLS = 0.75, 20
+"""Seconds for which products run before and while their rate is taken, and calls between two looks at the clock."""
+
+
+def _sustained_flops(progress: Callable[[str], None]) -> dict[str, float]:
+    """FLOP/s of large bf16 products once a device has run them for most of a second: its power limit then counts."""
+    import torch
+
+    size = GEMM_SIZES["cuda"][-1]
+    a, b = (torch.randn(size, size, device="cuda").to(torch.bfloat16) for _ in range(2))
+
+    def run_for(seconds: float) -> float:
+        torch.cuda.synchronize()
+        began, calls = time.perf_counter(), 0
+        while (spent := time.perf_counter() - began) < seconds:
+            for _ in range(SUSTAINED_CALLS):
+                a @ b
+            torch.cuda.synchronize()
+            calls += SUSTAINED_CALLS
+        return 2 * size**3 * calls / spent
+
+    run_for(SUSTAINED_S)
+    rate = run_for(SUSTAINED_S)
+    progress(f"gemm bfloat16 {size}³ for a while: {rate / 1e9:,.1f} GFLOP/s")
+    return {"bfloat16": rate}
 
 
 def _copy_rate(kind: str, count: int) -> float:

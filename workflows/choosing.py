@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shardwright.schemas.fusion import FusionProposal
 from shardwright.schemas.plan import Alternative, SearchRecord
 from shardwright.schemas.strategy import ParallelStrategy
-from shardwright.workflows.planning import Inputs, Joined, certify, does_not_fit
+from shardwright.workflows.planning import Inputs, Joined, certify, does_not_fit, fitting
 from shardwright.workflows.stages import Stages
 
 MOST = 13
@@ -42,7 +42,8 @@ def choose(
         explanation: the search's own story, of its best.
 
     Raises:
-        LegalityError, InfeasibleError: as ``planning.join``; the latter names the search's best, where nothing fits.
+        LegalityError: as ``planning.certify``.
+        InfeasibleError: as ``planning.fitting``, of the search's best, where nothing fits.
     """
 
     def certified(strategy: ParallelStrategy) -> Joined:
@@ -54,9 +55,7 @@ def choose(
     rivals = tuple(map(certified, [*(one.strategy for one in alternatives), *further][: MOST - 1]))
     joined = (first, *rivals)
     if not any(one.fused for one in joined):
-        if not first.cost.feasible:
-            raise does_not_fit(first)
-        return Chosen(first, alternatives, explanation)
+        return Chosen(fitting(first), alternatives, explanation)
     listed = alternatives[: len(rivals)]
     plain = (_listed(first), *listed, *map(_listed, rivals[len(listed) :]))
     ranked = stages.rerank(plain, tuple(one.cost for one in joined), record, inputs.cluster)

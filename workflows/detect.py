@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
@@ -149,14 +150,24 @@ def _cuda_device() -> DeviceSpec:
     )
 
 
+def refuse_existing(paths: Iterable[Path], force: bool) -> None:
+    """Refuse files that are there, before the first of them is written.
+
+    Raises:
+        UsageError: ``exists``, unless ``force``.
+    """
+    there = [str(path) for path in paths if path.exists()]
+    if there and not force:
+        raise UsageError(
+            "exists", "the file is there already", where=", ".join(there), next_action="add --force, or another name"
+        )
+
+
 def write_new(path: Path, text: str, force: bool) -> None:
     """Write a file that is not there yet.
 
     Raises:
         UsageError: ``exists``, unless ``force``.
     """
-    if path.exists() and not force:
-        raise UsageError(
-            "exists", "the file is there already", where=str(path), next_action="add --force, or another name"
-        )
+    refuse_existing((path,), force)
     write_atomic(path, text.encode())

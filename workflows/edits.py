@@ -12,7 +12,7 @@ from shardwright.schemas.fusion import FusionDecision
 from shardwright.schemas.plan import AdaptationPlan, Edit
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.schemas.validation import explain
-from shardwright.workflows.planning import join
+from shardwright.workflows.planning import certify, fitting
 from shardwright.workflows.stages import Stages
 
 LAYERS = "checkpointed_layers"
@@ -275,16 +275,18 @@ def _child(
     chosen: dict[str, str] | None = None,
 ) -> AdaptationPlan:
     evidence, decision = plan.evidence, plan.decision
-    joined = join(
-        stages,
-        evidence.profile,
-        decision.recipe,
-        evidence.cluster,
-        decision.lora_targets,
-        evidence.proposals,
-        strategy,
-        rejected,
-        choices(plan) if chosen is None else chosen,
+    joined = fitting(
+        certify(
+            stages,
+            evidence.profile,
+            decision.recipe,
+            evidence.cluster,
+            decision.lora_targets,
+            evidence.proposals,
+            strategy,
+            rejected,
+            choices(plan) if chosen is None else chosen,
+        )
     )
     child = decision.model_copy(
         update={

@@ -71,29 +71,12 @@ class Joined:
         return PlainCost(step_ms=self.eager.time.step_ms, reserved_bytes=self.eager.memory.reserved_bytes)
 
 
-def join(
-    stages: Stages,
-    profile: CheckpointProfile,
-    recipe: Recipe,
-    cluster: ClusterSpec,
-    targets: tuple[LoraTarget, ...],
-    proposals: tuple[FusionProposal, ...],
-    strategy: ParallelStrategy,
-    rejected: dict[str, str] | None = None,
-    chosen: dict[str, str] | None = None,
-) -> Joined:
-    """Check legality, re-certify the proposals for the mesh, and re-cost.
-
-    Args:
-        rejected: proposal id → reason, for fusions that a reviewer has turned down.
-        chosen: proposal id → variant, where a reviewer chose how a region runs.
+def fitting(joined: Joined) -> Joined:
+    """What was certified, where its memory fits.
 
     Raises:
-        LegalityError: ``illegal-strategy``, with every rule broken and the nearest legal value;
-            ``variant-does-not-apply`` where a chosen variant cannot run on this mesh.
         InfeasibleError: ``out-of-memory``, with the fullest component.
     """
-    joined = certify(stages, profile, recipe, cluster, targets, proposals, strategy, rejected, chosen)
     if not joined.cost.feasible:
         raise does_not_fit(joined)
     return joined
@@ -123,10 +106,15 @@ def certify(
     rejected: dict[str, str] | None = None,
     chosen: dict[str, str] | None = None,
 ) -> Joined:
-    """``join`` whether the strategy fits or not.
+    """Check legality, re-certify the proposals for the mesh, and re-cost, whether the strategy fits or not.
+
+    Args:
+        rejected: proposal id → reason, for fusions that a reviewer has turned down.
+        chosen: proposal id → variant, where a reviewer chose how a region runs.
 
     Raises:
-        LegalityError: as ``join``.
+        LegalityError: ``illegal-strategy``, with every rule broken and the nearest legal value;
+            ``variant-does-not-apply`` where a chosen variant cannot run on this mesh.
     """
     if broken := stages.violations(profile, recipe, cluster, strategy):
         raise LegalityError(

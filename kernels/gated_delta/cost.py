@@ -32,31 +32,32 @@ def cost(
     def product(times: float, m: int, k: int, w: int) -> int:
         return int(times * 2 * m * k * w) * n
 
-    inside = product(2, C, K, C) + product(2 * DOUBLINGS, C, C, C) + product(1, C, C, V + K)
+    widths = product(1, C, C, V + K)
+    inside = product(2, C, K, C) + product(2 * DOUBLINGS, C, C, C) + widths
     chain = product(2, C, K, V)
     least = product(1, C, K, C) + product(1, C, C, V + K) + product(3, C, K, V) + product(0.5, C, C, V)
-    prepared = 3 * keys + values + square
+    tiles, solved = 3 * keys + values, 2 * square + 2 * 4 * chunks * C * HV
     forward = PassCost(
         flops=inside + chain + product(1, C, K, V) + product(1, C, C, V),
-        bytes_read=read + prepared + states,
-        bytes_written=prepared + out + states,
+        bytes_read=read + tiles + square + states,
+        bytes_written=tiles + solved + out + states,
         launches=3,
-        workspace_bytes=prepared,
+        workspace_bytes=tiles,
         floor_flops=least,
         floor_bytes=read + out + 2 * states,
     )
     reverse = product(3, C, K, V) + product(1, C, C, V)
     gradients = product(3, C, K, V) + product(3, C, C, V) + product(4, C, C, K)
     backward = PassCost(
-        flops=inside + chain + reverse + gradients,
-        bytes_read=read + 2 * keys + values  # prepared again, states again
+        flops=widths + chain + reverse + gradients,
+        bytes_read=read + solved - square + 2 * keys + values  # tiles again, states again
         + 3 * keys + square + out + states  # reverse
         + 3 * values + square + out  # values
         + read + 2 * values + out + 2 * state + 2 * square,  # keys
-        bytes_written=prepared + square + values + state
+        bytes_written=tiles + values + state
         + state + values + out + values + 2 * square + 2 * T * HV * K * b + states,
         launches=8,
-        workspace_bytes=prepared + square + 2 * state + values,
+        workspace_bytes=tiles + 2 * state + values,
         floor_flops=2 * least,
         floor_bytes=2 * read + 2 * out + 2 * states,
     )  # fmt: skip
@@ -67,5 +68,5 @@ def cost(
         shape={"T": T, "H": H, "K": K, "V": V, "HV": HV, "docs": docs},
         forward=forward,
         backward=backward,
-        saved_bytes=out,
+        saved_bytes=out + solved,
     )

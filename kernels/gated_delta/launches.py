@@ -39,8 +39,9 @@ def totals(inputs: Inputs, docs: Documents, settings: Settings) -> Tensor:
     return total
 
 
-def prepare(inputs: Inputs, docs: Documents, settings: Settings, found: Prepared, backward: bool) -> None:
-    """Fills ``found`` but for its running sums, which it reads."""
+def prepare(inputs: Inputs, docs: Documents, settings: Settings, found: Prepared, solved: bool) -> None:
+    """Fills ``found`` but for its running sums, which it reads; ``solved`` says that p, the inverse and the norms are
+    there already."""
     HV, K, V = inputs.HV, inputs.K, inputs.V
     tile = configs.scalar_prepare(K, V, inputs.value_bytes)
     with device.current(inputs.q):
@@ -70,7 +71,7 @@ def prepare(inputs: Inputs, docs: Documents, settings: Settings, found: Prepared
             BV=min(V, tile.BV),
             C=CHUNK,
             SIGMOID=settings.beta_sigmoid,
-            BACKWARD=backward,
+            SOLVED=solved,
             SOLVE="tf32x3" if inputs.value_bytes == 4 else configs.SOLVE,
             **precision(inputs),
             **tile.options(),

@@ -19,7 +19,6 @@ from shardwright.kernels.kda.triton import (
     load_beta,
     load_rows,
     log2_decay,
-    unit_lower_inverse,
 )
 
 
@@ -31,6 +30,21 @@ def pair_decay(total_ptr, tile, C: tl.constexpr):
     again = tl.load(total_ptr + tile * C + i)
     span = tl.minimum(total[:, None] - again[None, :], 0.0)
     return tl.where(i[:, None] >= i[None, :], tl.exp2(span), 0.0)
+
+
+@triton.jit
+def unit_lower_inverse(a, doublings, C: tl.constexpr, PREC: tl.constexpr):
+    """``(I + a)⁻¹`` of a strictly lower triangular ``a [C, C]``, fp32.
+
+    It grows from blocks of one token to the chunk: no power of a is formed, so that entries stay as small as those of
+    the inverse itself. ``doublings`` is log2 C, an argument, so that the loop stays a loop.
+    """
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    x = tl.where(i == j, 1.0, 0.0) - tl.where((i ^ j) == 1, a, 0.0)
+    for level in range(1, doublings):
+        x -= tl.dot(x, tl.dot(tl.where(((i ^ j) >> level) == 1, a, 0.0), x, input_precision=PREC), input_precision=PREC)
+    return x
 
 
 @triton.jit
@@ -64,9 +78,10 @@ def scalar_prepare_kernel(
     w_ptr, u_ptr, qe_ptr, ke_ptr, p_ptr, inverse_ptr, norms_ptr,
     scale, HV, G, doublings,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    SIGMOID: tl.constexpr, BACKWARD: tl.constexpr, PREC: tl.constexpr, SOLVE: tl.constexpr,
+    SIGMOID: tl.constexpr, SOLVED: tl.constexpr, PREC: tl.constexpr, SOLVE: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one value head: w, u, decayed q and k, the reads P; outputs as ``kda_prepare_kernel``."""
+    """One chunk of one value head: outputs as ``kda_pairs_kernel`` and ``kda_widths_kernel``; with SOLVED those of the
+    second alone, from what an earlier launch left."""
     hv = tl.program_id(0)
     chunk = tl.program_id(1).to(tl.int64)
     tile = chunk * HV + hv
@@ -80,31 +95,36 @@ def scalar_prepare_kernel(
     narrow = w_ptr.dtype.element_ty
     i = rows[:, None]
     j = rows[None, :]
-    between = tl.zeros((C, C), tl.float32)
-    reads = tl.zeros((C, C), tl.float32)
-    q_squares = tl.zeros((C,), tl.float32)
-    k_squares = tl.zeros((C,), tl.float32)
-    for kb in range(K // BK):
-        cols = kb * BK + tl.arange(0, BK)
-        q = load_rows(q_ptr, tokens, valid, head, H, cols, K)
-        k = load_rows(k_ptr, tokens, valid, head, H, cols, K)
-        q_squares += tl.sum(q * q, 1)
-        k_squares += tl.sum(k * k, 1)
-        kf = k.to(narrow)
-        between = tl.dot(kf, tl.trans(kf), between, input_precision=PREC)
-        reads = tl.dot(q.to(narrow), tl.trans(kf), reads, input_precision=PREC)
     beta = load_beta(beta_ptr, tokens, valid, hv, HV, SIGMOID)
-    q_norm = scale / tl.sqrt(q_squares + NORM_EPS)
-    k_norm = 1.0 / tl.sqrt(k_squares + NORM_EPS)
-    decay = pair_decay(total_ptr, tile, C)
     square = tile * C * C + i * C + j
-    tl.store(p_ptr + square, (reads * decay * q_norm[:, None] * k_norm[None, :]).to(narrow))
-    between = tl.where(i > j, between * decay * (beta * k_norm)[:, None] * k_norm[None, :], 0.0)
-    inverse = unit_lower_inverse(between, doublings, C, SOLVE).to(narrow)
-    if BACKWARD:
+    norms = norms_ptr + tile * 2 * C + rows
+    if SOLVED:
+        inverse = tl.load(inverse_ptr + square)
+        q_norm = tl.load(norms)
+        k_norm = tl.load(norms + C)
+    else:
+        between = tl.zeros((C, C), tl.float32)
+        reads = tl.zeros((C, C), tl.float32)
+        q_squares = tl.zeros((C,), tl.float32)
+        k_squares = tl.zeros((C,), tl.float32)
+        for kb in range(K // BK):
+            cols = kb * BK + tl.arange(0, BK)
+            q = load_rows(q_ptr, tokens, valid, head, H, cols, K)
+            k = load_rows(k_ptr, tokens, valid, head, H, cols, K)
+            q_squares += tl.sum(q * q, 1)
+            k_squares += tl.sum(k * k, 1)
+            kf = k.to(narrow)
+            between = tl.dot(kf, tl.trans(kf), between, input_precision=PREC)
+            reads = tl.dot(q.to(narrow), tl.trans(kf), reads, input_precision=PREC)
+        q_norm = scale / tl.sqrt(q_squares + NORM_EPS)
+        k_norm = 1.0 / tl.sqrt(k_squares + NORM_EPS)
+        decay = pair_decay(total_ptr, tile, C)
+        tl.store(p_ptr + square, (reads * decay * q_norm[:, None] * k_norm[None, :]).to(narrow))
+        between = tl.where(i > j, between * decay * (beta * k_norm)[:, None] * k_norm[None, :], 0.0)
+        inverse = unit_lower_inverse(between, doublings, C, SOLVE).to(narrow)
         tl.store(inverse_ptr + square, inverse)
-        tl.store(norms_ptr + tile * 2 * C + rows, q_norm)
-        tl.store(norms_ptr + tile * 2 * C + C + rows, k_norm)
+        tl.store(norms, q_norm)
+        tl.store(norms + C, k_norm)
     for vb in range(V // BV):
         cols = vb * BV + tl.arange(0, BV)
         v = load_rows(v_ptr, tokens, valid, hv, HV, cols, V)

@@ -28,9 +28,9 @@ SCALINGS = (0.5, 0.25)
 RANK = 16
 SPILLS = {
     "hopper_product_kernel": (
-        128,
-        "three consumers of 160 registers and a producer of 32 fill the register file: the fused activation spills "
-        "120 bytes",
+        224,
+        "three consumers of 160 registers and a producer of 32 fill the register file: the fused activation spills up "
+        "to 200 bytes",
     )
 }
 """Spilled bytes a thread that a kernel may have, and why."""

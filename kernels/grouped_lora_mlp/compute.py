@@ -8,6 +8,7 @@ Legend: R rows, E experts, H hidden, I expert width, F = 2I with a gate (else I)
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,8 +22,23 @@ from shardwright.kernels.grouped_lora_mlp.rows import LowRank, Product, Rows
 from shardwright.kernels.grouped_lora_mlp.stack_grad_launch import Operand, launch_stack_grad
 
 
+@dataclass
+class Half:
+    """A forward before its down product: what that product multiplies, and what a backward needs."""
+
+    h: Tensor
+    low: LowRank | None
+    kept: Kept
+
+
 def forward(choice: Choice, w: Weights, x: Tensor, rows: Rows, keep: bool) -> tuple[Tensor, Kept]:
     """``y [R, H]`` (unweighted), and what a backward needs where ``keep``. ``x``: tokens or rows."""
+    half = first_half(choice, w, x, rows, keep)
+    return second_half(choice, w, half, rows, x.shape[1]), half.kept
+
+
+def first_half(choice: Choice, w: Weights, x: Tensor, rows: Rows, keep: bool) -> Half:
+    """Everything that a backward needs: up product, activation, both adapters' inner values."""
     R, H = rows.count, x.shape[1]
     (I, F), n_first = w.widths(choice), choice.layout.order == "out_in"
     gu, h = x.new_empty((R, F)) if keep else None, x.new_empty((R, I))
@@ -40,11 +56,17 @@ def forward(choice: Choice, w: Weights, x: Tensor, rows: Rows, keep: bool) -> tu
         z_down = x.new_empty((R, rank))
         launch_shrink("shrink-down", h, w.down_a, 1, I, choice.down_scaling, rows, False, z_down)
         low = LowRank(z_down, w.down_b, rank, rank, 1)
-    y = x.new_empty((R, H))
-    launch_product("down", Product(h, w.down, n_first, rows, low, w.down_bias), y)
     if not keep:
-        return y, Kept(None, None, None, None)
-    return y, Kept(gu, h if z_down is not None or choice.trains_base else None, z_up, z_down)
+        return Half(h, low, Kept(None, None, None, None))
+    return Half(h, low, Kept(gu, h if z_down is not None or choice.trains_base else None, z_up, z_down))
+
+
+def second_half(choice: Choice, w: Weights, half: Half, rows: Rows, H: int) -> Tensor:
+    """``y [R, H]``, unweighted: the down product, of which a backward needs nothing."""
+    y = half.h.new_empty((rows.count, H))
+    n_first = choice.layout.order == "out_in"
+    launch_product("down", Product(half.h, w.down, n_first, rows, half.low, w.down_bias), y)
+    return y
 
 
 def backward(
@@ -71,6 +93,7 @@ def backward(
     part = torch.empty(R, dtype=torch.float32, device=x.device) if wants.weights else None
     biased = None if w.down_bias is None else BiasPart(dout, w.down_bias)
     launch_activation_bwd(dh, rows, choice.activation, choice.layout, kept.gu, weights, dgu, part, biased)
+    del dh
     low = None
     if w.up_a is not None and w.up_b is not None:
         rank = w.up_a.shape[1]

@@ -4,8 +4,8 @@
 One block a multiprocessor walks over tiles of up to 192 rows of one expert times 256 weight columns. The producer
 keeps ``STAGES`` steps of depth 64 in flight: weights by bulk tensor copies, rows by tensor copies where they lie in
 expert order, by ``cp.async`` where they are gathered from tokens. Each consumer owns 64 rows and all columns of a
-tile, so rows are padded to 64 and a consumer whose rows run out waits; its two accumulators hold two runs of 128
-columns. Loads of the next tile run under the epilogue of this one.
+tile, so rows are padded to 64 (to 32 where a consumer has no more: ``hopper_few``) and a consumer whose rows run out
+waits; its two accumulators hold two runs of 128 columns. Loads of the next tile run under the epilogue of this one.
 
 Why this shape (one H200): 192 x 256 moves 0.0091 bytes an operation out of the 2nd-level cache, where 128 x 256
 moves 0.0117 and is bound by it; rows on the M side keep a stored row whole; three consumers share one weight tile.
@@ -29,13 +29,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from shardwright.kernels.grouped_lora_mlp.hopper_epilogue import copy_layout, finish
+from shardwright.kernels.grouped_lora_mlp.hopper_epilogue import copy_layout, finish, finish_across
+from shardwright.kernels.grouped_lora_mlp.hopper_few import few_rows, sums_across
 
 ROWS, RUN, DEPTH, CONSUMERS, STAGES = 64, 128, 64, 3, 3
 """Rows of a consumer, columns of an accumulator, depth of a step, consumers, steps in flight."""
 CONSUMER_REGISTERS = 160
 """3 x 128 threads of 160 leave 32 for each of the producer's: 65,536 in all. With 152 the accumulators spill; with 32
-a producer that gathers spills a few row addresses, once a tile."""
+a producer that gathers spills a few row addresses."""
 
 
 @gluon.jit
@@ -59,15 +60,18 @@ def _runs(column, I, FUSE: gl.constexpr, HALVES: gl.constexpr):
 
 @gluon.jit
 def _tokens(entry_ptr, first, last, SLOTS):
-    """The tokens of 64 rows; rows past the tile's end take token 0."""
+    """The tokens of 64 rows; -1 for rows past the tile's end."""
     rows = first + gl.arange(0, 64, layout=gl.SliceLayout(1, copy_layout()))
-    return gl.load(entry_ptr + rows, mask=rows < last, other=0) // SLOTS
+    entry = gl.load(entry_ptr + rows, mask=rows < last, other=-1)
+    return gl.where(entry < 0, -1, entry // SLOTS)
 
 
 @gluon.jit
 def _gather(x_ptr, tokens, k, K, place):
+    """64 columns of the tokens' rows; zeros for rows of no token, which cost no traffic and little power."""
     depth = k + gl.arange(0, 64, layout=gl.SliceLayout(0, copy_layout()))
-    async_copy.async_copy_global_to_shared(place, x_ptr + tokens.to(gl.int64)[:, None] * K + depth[None, :])
+    at = x_ptr + tokens.to(gl.int64)[:, None] * K + depth[None, :]
+    async_copy.async_copy_global_to_shared(place, at, mask=(tokens >= 0)[:, None])
 
 
 @gluon.jit
@@ -137,11 +141,11 @@ def _producer(
 
 @gluon.jit
 def _consumer(
-    y_ptr, h_ptr, z_ptr, bias_ptr, expert_ptr, first_ptr, last_ptr, tiles, columns, N, I, K, xs, ws, bs, staging, full,
-    empty, b_full, b_empty, ME: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    y_ptr, h_ptr, z_ptr, bias_ptr, expert_ptr, first_ptr, last_ptr, tiles, columns, N, I, K, xs, ws, bs, zs, staging,
+    full, empty, b_full, b_empty, ME: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     GATHER: gl.constexpr, N_FIRST: gl.constexpr, FUSE: gl.constexpr, HALVES: gl.constexpr, SAVE: gl.constexpr,
     LORA: gl.constexpr, BIAS: gl.constexpr, B_N_FIRST: gl.constexpr, RANK: gl.constexpr, KIND: gl.constexpr,
-    P0: gl.constexpr, P1: gl.constexpr, P2: gl.constexpr,
+    P0: gl.constexpr, P1: gl.constexpr, P2: gl.constexpr, FEW: gl.constexpr,
 ):  # fmt: skip
     matrix: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     rank: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=matrix, k_width=2)
@@ -149,7 +153,7 @@ def _consumer(
     for program in range(gl.program_id(0), tiles * columns, PROGRAMS):
         tile, column = _tile(program, tiles, columns, GROUP)
         first, last = gl.load(first_ptr + tile) + 64 * ME, gl.load(last_ptr + tile)
-        if last > first:
+        if last > first + FEW:
             if LORA:
                 rows = first + gl.arange(0, 64, layout=gl.SliceLayout(1, rank))
                 ranks = gl.arange(0, RANK, layout=gl.SliceLayout(0, rank))
@@ -189,6 +193,22 @@ def _consumer(
                 a, b, y_ptr, h_ptr, bias_at, staging, first, last, column, n0, n1, N, I, FUSE, HALVES, SAVE, BIAS, KIND,
                 P0, P1, P2,
             )  # fmt: skip
+        elif FEW > 0 and last > first:
+            n0, n1 = _runs(column, I, FUSE, HALVES)
+            a, b = sums_across(
+                z_ptr, first, last, step, done, K, xs, ws, bs, zs, full, empty, b_full, b_empty, ME, STAGES, GATHER,
+                N_FIRST, LORA, B_N_FIRST, RANK, FEW,
+            )  # fmt: skip
+            step += K // 64
+            if LORA:
+                done += 1
+            bias_at = bias_ptr
+            if BIAS:
+                bias_at += gl.load(expert_ptr + tile).to(gl.int64) * N
+            finish_across(
+                a, b, y_ptr, h_ptr, bias_at, staging.slice(0, FEW), first, last, column, n0, n1, N, I, FUSE, HALVES,
+                SAVE, BIAS, KIND, P0, P1, P2,
+            )  # fmt: skip
         else:
             for _ in range(0, K, 64):
                 stage = step % STAGES
@@ -218,6 +238,11 @@ def hopper_product_kernel(
         bs = gl.allocate_shared_memory(kind, [2, 128, RANK] if B_N_FIRST else [2, RANK, 128], b_desc.layout)
     else:
         bs = staging
+    FEW: gl.constexpr = few_rows(LORA, RANK)
+    if LORA and FEW > 0:
+        zs = gl.allocate_shared_memory(kind, [3, FEW, RANK], gl.NVMMASharedLayout.get_default_for([FEW, RANK], kind))
+    else:
+        zs = staging
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
@@ -237,17 +262,17 @@ def hopper_product_kernel(
                 w_rows, b_rows, xs, ws, bs, full, empty, b_full, b_empty, STAGES, GROUP, PROGRAMS, GATHER, N_FIRST,
                 FUSE, HALVES, LORA, B_N_FIRST)),
             (_consumer, (
-                y_ptr, h_ptr, z_ptr, bias_ptr, expert_ptr, first_ptr, last_ptr, tiles, columns, N, I, K, xs, ws, bs,
+                y_ptr, h_ptr, z_ptr, bias_ptr, expert_ptr, first_ptr, last_ptr, tiles, columns, N, I, K, xs, ws, bs, zs,
                 staging.index(0), full, empty, b_full, b_empty, 0, STAGES, GROUP, PROGRAMS, GATHER, N_FIRST, FUSE,
-                HALVES, SAVE, LORA, BIAS, B_N_FIRST, RANK, KIND, P0, P1, P2)),
+                HALVES, SAVE, LORA, BIAS, B_N_FIRST, RANK, KIND, P0, P1, P2, FEW)),
             (_consumer, (
-                y_ptr, h_ptr, z_ptr, bias_ptr, expert_ptr, first_ptr, last_ptr, tiles, columns, N, I, K, xs, ws, bs,
+                y_ptr, h_ptr, z_ptr, bias_ptr, expert_ptr, first_ptr, last_ptr, tiles, columns, N, I, K, xs, ws, bs, zs,
                 staging.index(1), full, empty, b_full, b_empty, 1, STAGES, GROUP, PROGRAMS, GATHER, N_FIRST, FUSE,
-                HALVES, SAVE, LORA, BIAS, B_N_FIRST, RANK, KIND, P0, P1, P2)),
+                HALVES, SAVE, LORA, BIAS, B_N_FIRST, RANK, KIND, P0, P1, P2, FEW)),
             (_consumer, (
-                y_ptr, h_ptr, z_ptr, bias_ptr, expert_ptr, first_ptr, last_ptr, tiles, columns, N, I, K, xs, ws, bs,
+                y_ptr, h_ptr, z_ptr, bias_ptr, expert_ptr, first_ptr, last_ptr, tiles, columns, N, I, K, xs, ws, bs, zs,
                 staging.index(2), full, empty, b_full, b_empty, 2, STAGES, GROUP, PROGRAMS, GATHER, N_FIRST, FUSE,
-                HALVES, SAVE, LORA, BIAS, B_N_FIRST, RANK, KIND, P0, P1, P2)),
+                HALVES, SAVE, LORA, BIAS, B_N_FIRST, RANK, KIND, P0, P1, P2, FEW)),
         ],
         [4, 4, 4],
         [REGISTERS, REGISTERS, REGISTERS],

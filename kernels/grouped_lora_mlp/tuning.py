@@ -25,8 +25,10 @@ SIZES: tuple[Shape, ...] = (
     {"R": 131072, "E": 896, "H": 2048, "I": 2048},
     {"R": 65536, "E": 256, "H": 7168, "I": 2048},
     {"R": 65534, "E": 14, "H": 3584, "I": 3072},
+    {"R": 8192, "E": 128, "H": 2048, "I": 768},
 )
-"""The layers that are benchmarked: rows of a batch, on one device or on one of many."""
+"""The layers that are benchmarked: rows of a batch, on one device or on one of many; and one with few rows an expert,
+which the portable product makes."""
 
 
 def tune_cases() -> tuple[TuneCase, ...]:

@@ -19,7 +19,7 @@ from shardwright.kernels.kda import chain, contract, launches
 from shardwright.kernels.kda.documents import Documents
 from shardwright.kernels.kda.flow import Flow
 from shardwright.kernels.kda.gradient_launches import Gradients, gradient
-from shardwright.kernels.kda.operands import Inputs, Prepared, Settings
+from shardwright.kernels.kda.operands import Inputs, Prepared, Settings, Solved
 
 
 def check_shapes(inputs: Inputs, settings: Settings, documents: int) -> None:
@@ -72,58 +72,63 @@ def check_decay(g: Tensor) -> None:
 
 @dataclass
 class Kept:
-    """What a forward leaves for its backward where time matters more than memory: some nine widths of q's dtype."""
+    """What a forward leaves for its backward: pairs and inverse, one width of q's dtype; the rest is eight more."""
 
-    found: Prepared
-    states: Tensor
+    solved: Solved
+    found: Prepared | None = None
+    states: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor, ...]:
         """In the order that ``of`` takes."""
-        return (*(getattr(self.found, field.name) for field in fields(Prepared)), self.states)
+        if self.found is None or self.states is None:
+            return _tensors(self.solved)
+        return (*_tensors(self.found), self.states)
 
     @staticmethod
     def of(tensors: Sequence[Tensor]) -> Kept:
         """From what ``tensors`` gave."""
+        if len(tensors) == len(fields(Solved)):
+            return Kept(Solved(*tensors))
         *found, states = tensors
-        return Kept(Prepared(*found), states)
+        prepared = Prepared(*found)
+        return Kept(prepared.solved(), prepared, states)
+
+
+def _tensors(parts: Solved | Prepared) -> tuple[Tensor, ...]:
+    return tuple(getattr(parts, field.name) for field in fields(parts))
 
 
 def compute_forward(
     inputs: Inputs, docs: Documents, settings: Settings, with_final: bool, keep: bool = False
-) -> tuple[Tensor, Tensor | None, Kept | None]:
-    """``o [B, T, HV, V]`` in v's dtype, the final states ``[N, HV, K, V]`` in fp32, and with ``keep`` what is kept."""
+) -> tuple[Tensor, Tensor | None, Kept]:
+    """``o [B, T, HV, V]`` in v's dtype, the final states ``[N, HV, K, V]`` in fp32, and what may be kept: all with
+    ``keep``."""
     check(inputs, docs, settings)
     o = torch.empty_like(inputs.v)
     shape = (docs.count, inputs.HV, inputs.K, inputs.V)
     final = torch.empty(shape, dtype=torch.float32, device=o.device) if with_final else None
-    found = launches.prepare(inputs, docs, settings, keep)
+    found = launches.prepare(inputs, docs, settings)
     states = inputs.q.new_empty((docs.chunks, inputs.HV, inputs.K, inputs.V)) if keep else None
     chain.scan(inputs, docs, found, o=o, final_state=final, states=states)
-    return o, final, None if states is None else Kept(found, states)
+    return o, final, Kept(found.solved(), found if keep else None, states)
 
 
 def compute_backward(
-    inputs: Inputs,
-    docs: Documents,
-    settings: Settings,
-    o: Tensor,
-    do: Tensor,
-    dfinal: Tensor | None,
-    kept: Kept | None = None,
+    inputs: Inputs, docs: Documents, settings: Settings, o: Tensor, do: Tensor, dfinal: Tensor | None, kept: Kept
 ) -> tuple[Gradients, Tensor | None]:
     """Gradients of all inputs, and of the initial state where there is one; ``o`` is the forward's output."""
     do = do.to(inputs.v.dtype).contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
-    if kept is None:
-        found = launches.prepare(inputs, docs, settings, True)
+    found, states = kept.found, kept.states
+    if found is None or states is None:
+        found = launches.prepare(inputs, docs, settings, kept.solved)
         states = inputs.q.new_empty((docs.chunks, inputs.HV, inputs.K, inputs.V))
         chain.scan(inputs, docs, found, states=states)
-        kept = Kept(found, states)
     start = inputs.initial_state
     dinitial = None if start is None else torch.empty(start.shape, dtype=torch.float32, device=start.device)
-    dstates, dnew = chain.reverse(inputs, docs, kept.found, do, dfinal, dinitial)
-    flow = Flow(kept.found.inside(), o, do, dnew, kept.states, dstates)
-    del kept
+    dstates, dnew = chain.reverse(inputs, docs, found, do, dfinal, dinitial)
+    flow = Flow(found.inside(), o, do, dnew, states, dstates)
+    del found, kept
     gradients = gradient(inputs, docs, settings, flow)
     return gradients, None if dinitial is None or start is None else dinitial.to(start.dtype)
 
@@ -149,7 +154,7 @@ class Kda(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         inputs = Inputs(q, k, v, g, beta, A_log, dt_bias, initial_state)
         o, final, kept = compute_forward(inputs, docs, settings, with_final, keep)
-        ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, initial_state, o, *(kept.tensors() if kept else ()))
+        ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, initial_state, o, *kept.tensors())
         ctx.docs, ctx.settings = docs, settings
         ctx.set_materialize_grads(False)
         return o, final
@@ -162,7 +167,6 @@ class Kda(torch.autograd.Function):
         del saved
         if do is None:
             do = torch.zeros_like(inputs.v)
-        kept = Kept.of(rest) if rest else None
-        found, dinitial = compute_backward(inputs, ctx.docs, ctx.settings, o, do, dfinal, kept)
+        found, dinitial = compute_backward(inputs, ctx.docs, ctx.settings, o, do, dfinal, Kept.of(rest))
         given = (found.q, found.k, found.v, found.g, found.beta, found.A_log, found.dt_bias, dinitial)
         return (*given, None, None, None, None)

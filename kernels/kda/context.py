@@ -27,7 +27,7 @@ from shardwright.kernels.kda.documents import Documents, documents
 from shardwright.kernels.kda.flow import Flow
 from shardwright.kernels.kda.gradient_launches import gradient
 from shardwright.kernels.kda.op import Operands
-from shardwright.kernels.kda.operands import Inputs, Prepared, Settings
+from shardwright.kernels.kda.operands import Inputs, Prepared, Settings, Solved
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,15 @@ class KdaContext(torch.autograd.Function):
         place: Neighbours,
     ) -> tuple[Tensor, Tensor]:
         inputs = Inputs(q, k, v, g, beta, A_log, dt_bias, None)
-        found = launches.prepare(inputs, docs, settings, False)
+        found = launches.prepare(inputs, docs, settings)
         effects = place.gather(_effect(inputs, docs, found, place))
         arrived = arriving(effects, place.rank, inputs.V)
         inputs = Inputs(q, k, v, g, beta, A_log, dt_bias, _first_states(arrived, docs, place))
         o = torch.empty_like(v)
         final = torch.empty((docs.count, inputs.HV, inputs.K, inputs.V), dtype=torch.float32, device=v.device)
         chain.scan(inputs, docs, found, o=o, final_state=final)
-        ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, o, effects)
+        solved = found.solved()
+        ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, o, effects, solved.p, solved.inverse, solved.norms)
         ctx.settings = docs, settings, place
         ctx.mark_non_differentiable(final)
         return o, final
@@ -106,14 +107,14 @@ class KdaContext(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-        *given, o, effects = ctx.saved_tensors
+        *given, o, effects, p, inverse, norms = ctx.saved_tensors
         docs, settings, place = ctx.settings
         V = given[2].shape[3]
         arrived = arriving(effects, place.rank, V)
         q, k, v, g, beta, A_log, dt_bias = given
         inputs = Inputs(q, k, v, g, beta, A_log, dt_bias, _first_states(arrived, docs, place))
         do = do.to(o.dtype).contiguous()
-        found = launches.prepare(inputs, docs, settings, True)
+        found = launches.prepare(inputs, docs, settings, Solved(p, inverse, norms))
         states = inputs.q.new_empty((docs.chunks, inputs.HV, inputs.K, V))
         chain.scan(inputs, docs, found, states=states)
         own = segments.ends(inputs, docs, found, do, docs.first[:2].contiguous())[0]

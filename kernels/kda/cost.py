@@ -9,8 +9,12 @@ from shardwright.kernels.guards import BYTES
 from shardwright.kernels.kda.configs import CHUNK
 from shardwright.schemas.ops import OpCost, PassCost
 
-LEVELS, DOUBLINGS = 3, 5
-"""Pair products of a chunk with a bounded gate, and steps of the triangular inverse."""
+LEVELS = 3
+"""Pair products of a chunk in the keys kernel, with a bounded gate."""
+TRIANGLE = 10 / 16
+"""Blocks of 16 tokens on and below a chunk's diagonal, of all."""
+SOLVE_PRODUCTS = 40
+"""Products of blocks of 16 tokens in a chunk's inverse: 6 for each of 4 on the diagonal, 16 for the rest."""
 
 
 def cost(
@@ -33,7 +37,7 @@ def cost(
     Args:
         HV: value heads; H where 0.
         docs: documents; each has its own last chunk, and an initial and a final state.
-        keep: whether the forward leaves its tiles and states for the backward.
+        keep: whether the forward leaves its tiles and states for the backward, beside pairs and inverse.
     """
     HV, b, C = HV or H, BYTES[dtype], CHUNK
     chunks = -(-T // C) + docs - 1
@@ -48,56 +52,63 @@ def cost(
     def product(times: float, m: int, k: int, w: int) -> int:
         return int(times * 2 * m * k * w) * n
 
-    pairs = product(2 * LEVELS, C, K, C)
-    solve = product(2 * DOUBLINGS, C, C, C)
+    pairs = product(2 * TRIANGLE, C, K, C)
+    solve = product(SOLVE_PRODUCTS / 64, C, C, C)
     widths = product(1, C, C, V) + product(1, C, C, K)
     chain = product(2, C, K, V)
     forward_flops = pairs + solve + widths + chain + product(1, C, K, V) + product(1, C, C, V)
     least = product(1, C, K, C) + product(1, C, C, V + K) + product(3, C, K, V) + product(0.5, C, C, V)
-    prepared = 3 * keys + values + square
-    gate_read, gate_written = T * HV * K * b, total
+    norms, ends = 2 * 4 * chunks * C * HV, total // C
+    solved = 2 * square + norms
+    tiles = 3 * keys + values
+    gated = T * HV * K * b
+    narrow = T * (2 * H * K + HV) * b
+    widths_read = read - gated + total + square + norms
     forward = PassCost(
         flops=forward_flops,
-        bytes_read=gate_read + read - gate_read + 2 * total + prepared + states,
-        bytes_written=gate_written + prepared + out + states,
-        launches=3,
-        workspace_bytes=prepared + total,
+        bytes_read=gated  # gate
+        + narrow + total  # pairs
+        + widths_read
+        + tiles + square + ends + states,  # scan
+        bytes_written=total + solved + tiles + out + states,
+        launches=4,
+        workspace_bytes=tiles + total,
         floor_flops=least,
         floor_bytes=read + out + 2 * states,
-    )
-    again = pairs + solve + widths + chain
+    )  # fmt: skip
+    again = widths + chain
+    again_read = gated + widths_read + 2 * keys + values + ends
+    again_written = total + tiles + values + state
     reverse = product(3, C, K, V) + product(1, C, C, V)
     inside = product(3, C, K, V) + product(3, C, C, V) + product(4 * LEVELS, C, C, K)
     backward = PassCost(
         flops=again + reverse + inside,
-        bytes_read=read + out
-        + 2 * total + 2 * keys + values  # prepared again, states again
-        + 3 * keys + square + out + states  # reverse
+        bytes_read=again_read
+        + 3 * keys + square + out + ends + states  # reverse
         + 3 * values + square + out  # values
         + read + total + 2 * values + out + 2 * state + 2 * square,  # keys
-        bytes_written=gate_written + prepared + square + values + state
+        bytes_written=again_written
         + state + 2 * values + T * HV * V * b + 2 * square + 3 * T * HV * K * b + states,
         launches=8,
-        workspace_bytes=prepared + total + square + 2 * state + values,
+        workspace_bytes=tiles + total + 2 * state + values,
         floor_flops=2 * least,
         floor_bytes=2 * read + 2 * out + 2 * states,
     )  # fmt: skip
-    saved = out
+    saved = out + solved
     if keep:
-        more = square + values + state
         forward = forward.model_copy(
-            update={"bytes_written": forward.bytes_written + more, "workspace_bytes": 0},
+            update={"bytes_written": forward.bytes_written + values + state, "workspace_bytes": 0},
         )
         backward = backward.model_copy(
             update={
                 "flops": backward.flops - again,
-                "bytes_read": backward.bytes_read - read - 2 * total - 2 * keys - values,
-                "bytes_written": backward.bytes_written - gate_written - prepared - more,
+                "bytes_read": backward.bytes_read - again_read,
+                "bytes_written": backward.bytes_written - again_written,
                 "launches": backward.launches - 3,
                 "workspace_bytes": state + values,
             },
         )
-        saved += prepared + total + square + state
+        saved += tiles + total + state
     return OpCost(
         op="kda",
         provider="shardwright",

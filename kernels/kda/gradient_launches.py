@@ -13,10 +13,11 @@ from torch import Tensor
 from shardwright.kernels import device, sound
 from shardwright.kernels.gated_delta import launches as scalar_launches
 from shardwright.kernels.kda import configs
-from shardwright.kernels.kda.configs import CHUNK
+from shardwright.kernels.kda.configs import CHUNK, Tile
 from shardwright.kernels.kda.documents import Documents
 from shardwright.kernels.kda.flow import Flow, Targets, key_operands
 from shardwright.kernels.kda.gradients_triton import kda_keys_kernel, kda_values_kernel
+from shardwright.kernels.kda.keys_hopper import kda_keys_hopper_kernel
 from shardwright.kernels.kda.operands import GATE_CODES, Inputs, Settings, blocks, levels, precision
 
 
@@ -33,6 +34,16 @@ class Gradients:
     dt_bias: Tensor | None
 
 
+def on_hopper(inputs: Inputs) -> bool:
+    """Whether the keys kernel with layouts chosen by hand runs."""
+    return device.capability(inputs.q) == (9, 0) and inputs.value_bytes == 2
+
+
+def keys_tile(inputs: Inputs) -> Tile:
+    """Tile of the keys kernel that runs."""
+    return configs.keys_hopper() if on_hopper(inputs) else configs.keys(inputs.K, inputs.V, inputs.value_bytes)
+
+
 def gradient(inputs: Inputs, docs: Documents, settings: Settings, flow: Flow) -> Gradients:
     """Gradients of all inputs inside their chunks, in parts that bound the workspace, then the sums.
 
@@ -43,7 +54,7 @@ def gradient(inputs: Inputs, docs: Documents, settings: Settings, flow: Flow) ->
     groups = HV // H
     kept = q.dtype if groups == 1 else torch.float32
     learns = inputs.A_log is not None
-    share = K // min(K, configs.keys(K, inputs.V, inputs.value_bytes).BK)
+    share = K // min(K, keys_tile(inputs).BK)
     width = (K,) if inputs.channels else ()
 
     def fp32(*shape: int) -> Tensor:
@@ -127,21 +138,14 @@ def keys(
 ) -> None:
     """dq, dk, dg of the chunks in ``piece``, and their shares of the gate's parameters."""
     HV, K, V = inputs.HV, inputs.K, inputs.V
-    tile = configs.keys(K, V, inputs.value_bytes)
+    tile = keys_tile(inputs)
     BK = min(K, tile.BK)
+    grid = (K // BK, HV, piece.stop - piece.start)
+    operands = key_operands(inputs, docs, settings, flow, into, (dp, da, along), piece)
+    shape = {"K": K, "V": V, "BK": BK, "BV": min(V, tile.BV), "GATE": GATE_CODES[settings.gate], **blocks(settings)}
     with device.current(inputs.q):
-        sound.start(
-            kda_keys_kernel,
-            (K // BK, HV, piece.stop - piece.start),
-            *key_operands(inputs, docs, settings, flow, into, (dp, da, along), piece),
-            levels(settings),
-            0,
-            K=K,
-            V=V,
-            BK=BK,
-            BV=min(V, tile.BV),
-            GATE=GATE_CODES[settings.gate],
-            **precision(inputs),
-            **blocks(settings),
-            **tile.options(),
-        )
+        if on_hopper(inputs):
+            sound.start(kda_keys_hopper_kernel, grid, *operands, **shape, **tile.options())
+        else:
+            constants = {**shape, **precision(inputs), **tile.options()}
+            sound.start(kda_keys_kernel, grid, *operands, levels(settings), 0, **constants)

@@ -54,7 +54,8 @@ def kda_reverse_kernel(
     """One document, value head and block of value columns, from its last chunk to its first.
 
     With CHUNKS writes the gradient of the state after each chunk ``[.., K, V]`` and of the new values ``[.., C, V]``,
-    both in w's dtype; with WITH_INITIAL the gradient of the initial state in fp32.
+    both in w's dtype; with WITH_INITIAL the gradient of the initial state in fp32. Loaded tiles go into products as
+    they are, so that they can be copied ahead: it is dnew that changes its sign, not w.
     """
     vb = tl.program_id(0)
     hv = tl.program_id(1)
@@ -80,16 +81,17 @@ def kda_reverse_kernel(
         at = ((start + rows).to(tl.int64)[:, None] * HV + hv) * V + cols[None, :]
         do = tl.load(do_ptr + at, mask=(start + rows < end)[:, None], other=0.0)
         decay = chunk_decay(total_ptr, tile, keys, K, C, CHANNELS)
-        rounded = dstate.to(narrow)
-        dnew = tl.dot(tl.trans(p), do, input_precision=PREC)
-        dnew = tl.dot(ke, rounded, dnew, input_precision=PREC).to(narrow)
-        if CHUNKS:
-            tl.store(dstates_ptr + (tile * K + keys[:, None]) * V + cols[None, :], rounded)
-            tl.store(dnew_ptr + (tile * C + rows[:, None]) * V + cols[None, :], dnew)
         qe = tl.load(qe_ptr + wide)
         w = tl.load(w_ptr + wide)
+        rounded = dstate.to(narrow)
+        if CHUNKS:
+            tl.store(dstates_ptr + (tile * K + keys[:, None]) * V + cols[None, :], rounded)
+        dnew = tl.dot(tl.trans(p), do, input_precision=PREC)
+        dnew = tl.dot(ke, rounded, dnew, input_precision=PREC)
         dstate = tl.dot(tl.trans(qe), do, dstate * decay, input_precision=PREC)
-        dstate = tl.dot(tl.trans(-w), dnew, dstate, input_precision=PREC)
+        dstate = tl.dot(tl.trans(w), (-dnew).to(narrow), dstate, input_precision=PREC)
+        if CHUNKS:
+            tl.store(dnew_ptr + (tile * C + rows[:, None]) * V + cols[None, :], dnew.to(narrow))
     if WITH_INITIAL:
         tl.store(dinitial_ptr + corner, dstate)
 

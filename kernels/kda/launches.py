@@ -11,11 +11,12 @@ from torch import Tensor
 from shardwright.kernels import device, sound
 from shardwright.kernels.gated_delta import launches as scalar_launches
 from shardwright.kernels.kda import configs
+from shardwright.kernels.kda.chunk_triton import kda_pairs_kernel, kda_widths_kernel
 from shardwright.kernels.kda.configs import CHUNK
 from shardwright.kernels.kda.documents import Documents
 from shardwright.kernels.kda.gradients_triton import kda_reverse_kernel
-from shardwright.kernels.kda.operands import GATE_CODES, Inputs, Prepared, Settings, blocks, levels, precision
-from shardwright.kernels.kda.triton import kda_gate_kernel, kda_prepare_kernel, kda_scan_kernel
+from shardwright.kernels.kda.operands import GATE_CODES, Inputs, Prepared, Settings, Solved, blocks, precision
+from shardwright.kernels.kda.triton import kda_gate_kernel, kda_scan_kernel
 
 
 def totals(inputs: Inputs, docs: Documents, settings: Settings) -> Tensor:
@@ -43,52 +44,92 @@ def totals(inputs: Inputs, docs: Documents, settings: Settings) -> Tensor:
     return total
 
 
-def prepare(inputs: Inputs, docs: Documents, settings: Settings, backward: bool) -> Prepared:
-    """Everything inside a chunk that does not need the state."""
+def prepare(inputs: Inputs, docs: Documents, settings: Settings, solved: Solved | None = None) -> Prepared:
+    """Everything inside a chunk that does not need the state.
+
+    Args:
+        solved: what an earlier call on the same inputs left: then only the rest is made, with the same bits.
+    """
     q, HV, K, V, C, NT = inputs.q, inputs.HV, inputs.K, inputs.V, CHUNK, docs.chunks
-    w, qe, ke = (q.new_empty((NT, HV, C, K)) for _ in range(3))
-    u, p = q.new_empty((NT, HV, C, V)), q.new_empty((NT, HV, C, C))
     total = totals(inputs, docs, settings)
-    inverse = q.new_empty((NT, HV, C, C)) if backward else p
-    norms = torch.empty((NT, HV, 2, C), dtype=torch.float32, device=q.device) if backward else total
-    found = Prepared(w, u, qe, ke, p, total, inverse, norms)
+    parts = _solved(inputs, docs) if solved is None else solved
+    w, qe, ke = (q.new_empty((NT, HV, C, K)) for _ in range(3))
+    found = Prepared(w, q.new_empty((NT, HV, C, V)), qe, ke, parts.p, total, parts.inverse, parts.norms)
     if not inputs.channels:
-        scalar_launches.prepare(inputs, docs, settings, found, backward)
+        scalar_launches.prepare(inputs, docs, settings, found, solved is not None)
         return found
-    tile = configs.prepare(K, V, inputs.value_bytes)
-    with device.current(q):
+    if solved is None:
+        pairs(inputs, docs, settings, found)
+    widths(inputs, docs, settings, found)
+    return found
+
+
+def _solved(inputs: Inputs, docs: Documents) -> Solved:
+    q, square = inputs.q, (docs.chunks, inputs.HV, CHUNK, CHUNK)
+    norms = torch.empty((docs.chunks, inputs.HV, 2, CHUNK), dtype=torch.float32, device=q.device)
+    return Solved(q.new_empty(square), q.new_empty(square), norms)
+
+
+def pairs(inputs: Inputs, docs: Documents, settings: Settings, found: Prepared) -> None:
+    """Fills p, the inverse and the norms; reads the running sums."""
+    HV, K = inputs.HV, inputs.K
+    tile = configs.pairs(K, inputs.V, inputs.value_bytes)
+    with device.current(inputs.q):
         sound.start(
-            kda_prepare_kernel,
-            (HV, NT),
-            q,
+            kda_pairs_kernel,
+            (HV, docs.chunks),
+            inputs.q,
             inputs.k,
-            inputs.v,
             inputs.beta,
-            total,
+            found.total,
             docs.table,
-            w,
-            u,
-            qe,
-            ke,
-            p,
-            inverse,
-            norms,
+            found.p,
+            found.inverse,
+            found.norms,
             K**-0.5,
             HV,
             HV // inputs.H,
-            levels(settings),
-            CHUNK.bit_length() - 1,
             K=K,
-            V=V,
             BK=min(K, tile.BK),
-            BV=min(V, tile.BV),
-            BACKWARD=backward,
             SOLVE="tf32x3" if inputs.value_bytes == 4 else configs.SOLVE,
+            STAGES=tile.stages,
             **precision(inputs),
             **blocks(settings),
             **tile.options(),
         )
-    return found
+
+
+def widths(inputs: Inputs, docs: Documents, settings: Settings, found: Prepared) -> None:
+    """Fills w, u and decayed q and k; reads all else."""
+    HV, K, V = inputs.HV, inputs.K, inputs.V
+    tile = configs.widths(K, V, inputs.value_bytes)
+    with device.current(inputs.q):
+        sound.start(
+            kda_widths_kernel,
+            (HV, docs.chunks),
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            inputs.beta,
+            found.total,
+            docs.table,
+            found.inverse,
+            found.norms,
+            found.w,
+            found.u,
+            found.qe,
+            found.ke,
+            HV,
+            HV // inputs.H,
+            K=K,
+            V=V,
+            BK=min(K, tile.BK),
+            BV=min(V, tile.BV),
+            C=CHUNK,
+            SIGMOID=settings.beta_sigmoid,
+            **precision(inputs),
+            **tile.options(),
+        )
 
 
 def scan_documents(
@@ -108,7 +149,8 @@ def scan_documents(
     """
     first = docs.first if first is None else first
     HV, K, V, N = inputs.HV, inputs.K, inputs.V, first.shape[0] - 1
-    tile = configs.scan(K, V, inputs.value_bytes, HV * N, device.multiprocessors(inputs.q))
+    filled = device.multiprocessors(inputs.q)
+    tile = configs.scan(K, V, inputs.value_bytes, HV * N, filled, o is not None)
     with device.current(inputs.q):
         sound.start(
             kda_scan_kernel,

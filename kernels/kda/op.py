@@ -10,8 +10,8 @@ of flash-linear-attention that is ``chunk_kda(..., use_qk_l2norm_in_kernel=True,
 use_beta_sigmoid_in_kernel=True, safe_gate=True, lower_bound=-5.0)``; without a bound ``gate="softplus"``; with decays
 and betas computed outside ``gate="given", beta_sigmoid=False``. The scale is always ``K ** -0.5``.
 
-Only the inputs and the output are kept for the backward, which computes the forward's intermediates again, unless
-``keep`` asks for them to be kept.
+For the backward the inputs, the output and, in one width more, what costs most to make again are kept: pairs and
+inverse of every chunk (``operands.Solved``). The rest is computed again, unless ``keep`` asks for it to be kept.
 
 Legend: B batch, T tokens, N documents, H key heads, HV value heads, K key width, V value width.
 """
@@ -69,9 +69,9 @@ def kda(
         cu_seqlens: N + 1 bounds of documents packed into a batch of 1. A device tensor is read, which waits for
             the device: give the numbers, or ``documents(...)`` made once a batch.
         output_final_state: whether the final states are wanted.
-        keep: whether the backward finds the forward's tiles and states instead of making them again: three launches
-            less for some nine widths of memory between the two. Right under activation checkpointing, where the
-            forward runs again just before. Tracers always make them again.
+        keep: whether the backward finds all of the forward's tiles and states instead of making them again: three
+            launches less for some eight widths of memory more between the two. Right under activation checkpointing,
+            where the forward runs again just before. Tracers always make them again.
         decays: whether a log-decay that is given is known to be at most 0, as the formula that made it may guarantee.
             Otherwise its largest value is read, which waits for the device.
 
@@ -105,15 +105,17 @@ def run(
     contract.check_gate(A_log, dt_bias, settings.gate, settings.lower_bound)
     given = [tensor for tensor in operands if tensor is not None]
     plain = direct(*given)
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
     if settings.gate == "given" and plain and not decays and g.numel():
         check_decay(g)
     if not plain:
         bounds = cu_seqlens.bounds if isinstance(cu_seqlens, Documents) else cu_seqlens
         numbers = bounds.tolist() if isinstance(bounds, Tensor) else list(bounds or ())
-        o, final = kda_forward(*operands, numbers, settings.gate, settings.lower_bound, settings.beta_sigmoid)
+        named = (settings.gate, settings.lower_bound, settings.beta_sigmoid)
+        o, final, *_ = kda_forward(*operands, numbers, *named, learns)
         return o, final if output_final_state else None
     docs = documents(q.shape[0], q.shape[1], q.device, cu_seqlens)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+    if learns:
         out = Kda.apply(*operands, docs, settings, output_final_state, keep)
         return cast(tuple[Tensor, Tensor | None], out)
     return compute_forward(Inputs(*operands), docs, settings, output_final_state)[:2]

@@ -66,8 +66,20 @@ class Inputs:
 
 
 @dataclass
+class Solved:
+    """What costs most to make again and least to keep, one width in all: the reads P, the inverse, the norms."""
+
+    p: Tensor
+    """``[NT, HV, C, C]`` in q's dtype."""
+    inverse: Tensor
+    """As ``p``."""
+    norms: Tensor
+    """``[NT, HV, 2, C]`` in fp32: the factors 1/norm of q and k, that of q with the scale in it."""
+
+
+@dataclass
 class Prepared:
-    """Tiles of the gate and prepare kernels; ``inverse`` and ``norms`` only for a backward."""
+    """All that is made inside chunks before the state is known."""
 
     w: Tensor
     u: Tensor
@@ -77,6 +89,10 @@ class Prepared:
     total: Tensor
     inverse: Tensor
     norms: Tensor
+
+    def solved(self) -> Solved:
+        """The part that a forward keeps for its backward."""
+        return Solved(self.p, self.inverse, self.norms)
 
     def inside(self) -> Prepared:
         """Without what only the chain of chunks reads, whose memory may go."""

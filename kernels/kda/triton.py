@@ -1,17 +1,15 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Forward kernels of KDA: everything inside a chunk, then the state from chunk to chunk with the output.
+"""What KDA's kernels share; running sums of decays; the state from chunk to chunk with the output.
 
 Decays are kept in log2 units. A chunk has C = 64 tokens; ``total`` is the running sum of log-decays inside it, made
 once by ``kda_gate_kernel`` and read again where it is needed: a row of it costs one load, and nothing has to be kept.
+What is inside a chunk before its state is known is in ``chunk_triton``.
 
-Pairs (i, j) of a chunk are computed by levels: at level s the chunk is cut into nodes of 2s tokens, and pairs whose
-row lies in a node's right half and whose column lies in its left half are one product of two factors. Both are
-taken relative to the running sum at the last token of the left half, so that every exponent is at most 0 whatever
-the gate does, and that token lies in the past of every row, so that later tokens cannot change a bit. With a gate
-of at least -5 a token, levels stop at blocks of 16 tokens: there one factor may grow, to 2 ** 58 at most.
-
-``(I + A)⁻¹`` grows by the same levels from blocks of one token to the chunk: no power of A is formed, so that entries
-stay as small as those of the inverse itself.
+Levels (the keys kernel's way through the pairs (i, j) of a chunk): at level s the chunk is cut into nodes of 2s tokens,
+and pairs whose row lies in a node's right half and whose column lies in its left half are one product of two factors.
+Both are taken relative to the running sum at the last token of the left half, so that every exponent is at most 0
+whatever the gate does, and that token lies in the past of every row. With a gate of at least -5 a token, levels stop at
+blocks of 16 tokens: there one factor may grow, to 2 ** 58 at most.
 
 Workspaces are whole tiles ``[chunk, value head, C, width]``; rows past a document's end are zero there.
 
@@ -117,17 +115,6 @@ def chunk_decay(total_ptr, tile, keys, K: tl.constexpr, C: tl.constexpr, CHANNEL
 
 
 @triton.jit
-def unit_lower_inverse(a, doublings, C: tl.constexpr, PREC: tl.constexpr):
-    """``(I + a)⁻¹`` of a strictly lower triangular ``a [C, C]``, fp32; ``doublings`` is log2 C."""
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    x = tl.where(i == j, 1.0, 0.0) - tl.where((i ^ j) == 1, a, 0.0)
-    for level in range(1, doublings):
-        x -= tl.dot(x, tl.dot(tl.where(((i ^ j) >> level) == 1, a, 0.0), x, input_precision=PREC), input_precision=PREC)
-    return x
-
-
-@triton.jit
 def kda_gate_kernel(
     g_ptr, a_log_ptr, bias_ptr, table_ptr, total_ptr, lower, HV,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr,
@@ -151,98 +138,6 @@ def kda_gate_kernel(
     decay = tl.where(valid[:, None], log2_decay(raw, bias, speed, lower, GATE), 0.0)
     at = ((chunk * HV + hv) * C + rows[:, None]) * K + cols[None, :]
     tl.store(total_ptr + at, tl.cumsum(decay, 0))
-
-
-@triton.jit
-def kda_prepare_kernel(
-    q_ptr, k_ptr, v_ptr, beta_ptr, total_ptr, table_ptr,
-    w_ptr, u_ptr, qe_ptr, ke_ptr, p_ptr, inverse_ptr, norms_ptr,
-    scale, HV, G, levels, doublings,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    BLOCKED: tl.constexpr, SIGMOID: tl.constexpr, BACKWARD: tl.constexpr, PREC: tl.constexpr, SOLVE: tl.constexpr,
-):  # fmt: skip
-    """One chunk of one value head: w, u, decayed q and k, the reads P.
-
-    Writes w, qe, ke ``[.., C, K]``, u ``[.., C, V]``, p ``[.., C, C]`` in q's dtype; with BACKWARD also the inverse
-    ``[.., C, C]`` in q's dtype and the factors 1/norm of q and k ``[.., 2, C]`` in fp32. ``levels`` and ``doublings``
-    are arguments, not constants, so that their loops stay loops: unrolled, they need registers that there are not.
-    """
-    hv = tl.program_id(0)
-    chunk = tl.program_id(1).to(tl.int64)
-    tile = chunk * HV + hv
-    head = hv // G
-    H = HV // G
-    start = tl.load(table_ptr + 2 * chunk)
-    end = tl.load(table_ptr + 2 * chunk + 1)
-    rows = tl.arange(0, C)
-    valid = start + rows < end
-    tokens = (start + rows).to(tl.int64)
-    narrow = w_ptr.dtype.element_ty
-    beta = load_beta(beta_ptr, tokens, valid, hv, HV, SIGMOID)
-    i = rows[:, None]
-    j = rows[None, :]
-
-    k_squares = tl.zeros((C,), tl.float32)
-    for kb in range(K // BK):
-        k = load_rows(k_ptr, tokens, valid, head, H, kb * BK + tl.arange(0, BK), K)
-        k_squares += tl.sum(k * k, 1)
-    k_norm = 1.0 / tl.sqrt(k_squares + NORM_EPS)
-    square = tile * C * C + i * C + j
-    pairs = tl.zeros((C, C), tl.float32)
-    for level in range(levels):
-        some = tl.zeros((C, C), tl.float32)
-        for kb in range(K // BK):
-            cols = kb * BK + tl.arange(0, BK)
-            k = load_rows(k_ptr, tokens, valid, head, H, cols, K) * k_norm[:, None]
-            above, below = factors(total_ptr, tile, level, cols, K, levels, BLOCKED, C)
-            kf = tl.trans((k * below).to(narrow))
-            some = tl.dot((k * above).to(narrow), kf, some, input_precision=PREC)
-        pairs += tl.where(pair_mask(level, levels, BLOCKED, C), some, 0.0)
-    pairs = tl.where(i > j, pairs * beta[:, None], 0.0)
-    inverse = unit_lower_inverse(pairs, doublings, C, SOLVE).to(narrow)
-    if BACKWARD:
-        tl.store(inverse_ptr + square, inverse)
-        tl.store(norms_ptr + tile * 2 * C + C + rows, k_norm)
-    for vb in range(V // BV):
-        cols = vb * BV + tl.arange(0, BV)
-        v = load_rows(v_ptr, tokens, valid, hv, HV, cols, V)
-        u = tl.dot(inverse, (v * beta[:, None]).to(narrow), input_precision=PREC)
-        tl.store(u_ptr + (tile * C + i) * V + cols[None, :], u.to(narrow))
-    q_squares = tl.zeros((C,), tl.float32)
-    own = tl.zeros((C,), tl.float32)
-    for kb in range(K // BK):
-        cols = kb * BK + tl.arange(0, BK)
-        at = (tile * C + i) * K + cols[None, :]
-        total = tl.load(total_ptr + at)
-        whole = tl.load(total_ptr + (tile * C + C - 1) * K + cols)
-        k = load_rows(k_ptr, tokens, valid, head, H, cols, K) * k_norm[:, None]
-        w = tl.dot(inverse, (k * tl.exp2(total) * beta[:, None]).to(narrow), input_precision=PREC)
-        tl.store(w_ptr + at, w.to(narrow))
-        tl.store(ke_ptr + at, (k * tl.exp2(whole[None, :] - total)).to(narrow))
-        q = load_rows(q_ptr, tokens, valid, head, H, cols, K)
-        q_squares += tl.sum(q * q, 1)
-        own += tl.sum(q * k, 1)
-    q_norm = scale / tl.sqrt(q_squares + NORM_EPS)
-    if BACKWARD:
-        tl.store(norms_ptr + tile * 2 * C + rows, q_norm)
-    pairs = tl.zeros((C, C), tl.float32)
-    if not BLOCKED:
-        pairs += tl.where(i == j, (own * q_norm)[:, None], 0.0)
-    for level in range(levels):
-        some = tl.zeros((C, C), tl.float32)
-        for kb in range(K // BK):
-            cols = kb * BK + tl.arange(0, BK)
-            q = load_rows(q_ptr, tokens, valid, head, H, cols, K) * q_norm[:, None]
-            k = load_rows(k_ptr, tokens, valid, head, H, cols, K) * k_norm[:, None]
-            above, below = factors(total_ptr, tile, level, cols, K, levels, BLOCKED, C)
-            some = tl.dot((q * above).to(narrow), tl.trans((k * below).to(narrow)), some, input_precision=PREC)
-        pairs += tl.where(pair_mask(level, levels, BLOCKED, C), some, 0.0)
-    tl.store(p_ptr + square, tl.where(i >= j, pairs, 0.0).to(narrow))
-    for kb in range(K // BK):
-        cols = kb * BK + tl.arange(0, BK)
-        at = (tile * C + i) * K + cols[None, :]
-        q = load_rows(q_ptr, tokens, valid, head, H, cols, K) * q_norm[:, None]
-        tl.store(qe_ptr + at, (q * tl.exp2(tl.load(total_ptr + at))).to(narrow))
 
 
 @triton.jit
@@ -270,22 +165,27 @@ def kda_scan_kernel(
     state = tl.zeros((K, BV), tl.float32)
     if WITH_INITIAL:
         state += tl.load(initial_ptr + corner).to(tl.float32)
+    begin = tl.cast(first, tl.int64) * HV + hv
+    w_ptr += begin * C * K
+    u_ptr += begin * C * V
+    qe_ptr += begin * C * K
+    ke_ptr += begin * C * K
+    p_ptr += begin * C * C
+    total_ptr += begin * C * (K if CHANNELS else 1)
+    states_ptr += begin * K * V
+    at_keys = rows[:, None] * K + keys[None, :]
+    at_values = rows[:, None] * V + cols[None, :]
     for chunk in tl.range(first, last, num_stages=STAGES):
-        tile = tl.cast(chunk, tl.int64) * HV + hv
-        wide = (tile * C + rows[:, None]) * K + keys[None, :]
-        w = tl.load(w_ptr + wide)
-        ke = tl.load(ke_ptr + wide)
-        at_u = (tile * C + rows[:, None]) * V + cols[None, :]
-        u = tl.load(u_ptr + at_u)
+        tile = (chunk - first).to(tl.int64) * HV
+        w = tl.load(w_ptr + tile * (C * K) + at_keys)
+        ke = tl.load(ke_ptr + tile * (C * K) + at_keys)
+        u = tl.load(u_ptr + tile * (C * V) + at_values)
         decay = chunk_decay(total_ptr, tile, keys, K, C, CHANNELS)
         rounded = state.to(narrow)
         new = (u - tl.dot(w, rounded, input_precision=PREC)).to(narrow)
-        if STATES:
-            tl.store(states_ptr + (tile * K + keys[:, None]) * V + cols[None, :], rounded)
-            tl.store(u_ptr + at_u, new)
         if OUTPUT:
-            qe = tl.load(qe_ptr + wide)
-            p = tl.load(p_ptr + tile * C * C + rows[:, None] * C + rows[None, :])
+            qe = tl.load(qe_ptr + tile * (C * K) + at_keys)
+            p = tl.load(p_ptr + tile * (C * C) + rows[:, None] * C + rows[None, :])
             o = tl.dot(qe, rounded, input_precision=PREC)
             o = tl.dot(p, new, o, input_precision=PREC)
             start = tl.load(table_ptr + 2 * chunk)
@@ -293,5 +193,8 @@ def kda_scan_kernel(
             at = ((start + rows).to(tl.int64)[:, None] * HV + hv) * V + cols[None, :]
             tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), mask=(start + rows < end)[:, None])
         state = tl.dot(tl.trans(ke), new, state * decay, input_precision=PREC)
+        if STATES:
+            tl.store(states_ptr + tile * (K * V) + keys[:, None] * V + cols[None, :], rounded)
+            tl.store(u_ptr + tile * (C * V) + at_values, new)
     if WITH_FINAL:
         tl.store(final_ptr + corner, state)

@@ -30,7 +30,8 @@ from shardwright.kernels.short_conv import cases as conv_cases
 from shardwright.kernels.timing import median_ms
 
 VARIANTS: Mapping[str, tuple[Tile, ...]] = {
-    "prepare": (Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1, 168), Tile(32, 64, 8, 1)),
+    "pairs": (Tile(16, 0, 1, 2), Tile(32, 0, 1, 2), Tile(16, 0, 1, 4)),
+    "widths": (Tile(32, 32, 4, 1), Tile(32, 32, 4, 2), Tile(64, 64, 8, 1)),
     "values": (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(64, 32, 4, 1, 128)),
     "keys": (Tile(32, 64, 4, 1), Tile(16, 64, 4, 1), Tile(16, 32, 4, 1, 168), Tile(64, 64, 8, 1)),
     "scan": (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2)),

@@ -51,10 +51,28 @@ class Index:
         return Index(buffer, ids.new_empty(R, dtype=torch.int32), torch.empty_like(ids, dtype=torch.int32))
 
 
+@dataclass
+class Started:
+    """A forward before its down product."""
+
+    index: Index
+    rows: Rows
+    half: compute.Half
+    weights: Tensor
+    token: object | None
+
+
 def run_forward(
     choice: Choice, w: Weights, x: Tensor, ids: Tensor, weights: Tensor, keep: bool
 ) -> tuple[Tensor, Index, Kept, object | None]:
     """``out [T, H]``, the routing's index, what is kept for the backward, and the layout's token."""
+    started, out = start_forward(choice, w, x, ids, weights, keep), torch.empty_like(x)
+    end_forward(choice, w, started, out)
+    return out, started.index, started.half.kept, started.token
+
+
+def start_forward(choice: Choice, w: Weights, x: Tensor, ids: Tensor, weights: Tensor, keep: bool) -> Started:
+    """Everything that a backward needs."""
     E = w.gate_up.shape[0]
 
     def guards() -> None:
@@ -64,10 +82,14 @@ def run_forward(
     token = ADMITTED.check((x, ids, weights, *w.tensors()), (choice, learns_base(w)), guards)
     routing = launch_route(ids, E, token)
     rows = Rows(routing.rows, routing.tiles, routing.entry, ids.shape[1], token)
-    y, kept = compute.forward(choice, w, x, rows, keep)
-    out = torch.empty_like(x)
-    launch_combine(y, routing.place, weights, out, key_of(token, "combine"))
-    return out, Index(routing.tiles.buffer, routing.entry, routing.place), kept, token
+    half = compute.first_half(choice, w, x, rows, keep)
+    return Started(Index(routing.tiles.buffer, routing.entry, routing.place), rows, half, weights, token)
+
+
+def end_forward(choice: Choice, w: Weights, started: Started, out: Tensor) -> None:
+    """Fill ``out [T, H]``."""
+    y = compute.second_half(choice, w, started.half, started.rows, out.shape[1])
+    launch_combine(y, started.index.place, started.weights, out, key_of(started.token, "combine"))
 
 
 def run_backward(

@@ -26,22 +26,35 @@ from shardwright.kernels.grouped_lora_mlp.layer import (
     choice_of,
 )
 from shardwright.kernels.moe_layer import contract
-from shardwright.kernels.moe_layer.compute import Index, run_backward, run_forward
+from shardwright.kernels.moe_layer.compute import (
+    Index,
+    Started,
+    end_forward,
+    run_backward,
+    run_forward,
+    start_forward,
+)
 
 INDEX = 3
 """Tensors of ``Index``."""
 
 
 class MoeLayer(torch.autograd.Function):
-    """The short way for plain tensors (see ``kernels.dispatch``)."""
+    """The short way for plain tensors (see ``kernels.dispatch``), up to the values of ``out``: those ``Filled`` makes.
+
+    A checkpoint's recomputation ends with the last tensor that its backward wants. Where that is one of these, as in a
+    layer that ends with its experts, the down product and the sums to tokens are not made again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, choice: Choice, x: Tensor, ids: Tensor, weights: Tensor, *layer: Optional) -> Tensor:
-        w = Weights(*cast(Any, layer))
-        out, index, kept, ctx.token = run_forward(choice, w, x, ids, weights, keep=True)
-        ctx.save_for_backward(x, weights, *layer, *index.tensors(), *kept)
-        ctx.choice = choice
-        return out
+    def forward(
+        ctx: Any, into: list[Started], choice: Choice, x: Tensor, ids: Tensor, weights: Tensor, *layer: Optional
+    ) -> Tensor:
+        started = start_forward(choice, Weights(*cast(Any, layer)), x, ids, weights, keep=True)
+        ctx.save_for_backward(x, weights, *layer, *started.index.tensors(), *started.half.kept)
+        ctx.choice, ctx.token = choice, started.token
+        into.append(started)
+        return torch.empty_like(x)
 
     @staticmethod
     @once_differentiable
@@ -49,10 +62,24 @@ class MoeLayer(torch.autograd.Function):
         x, weights, *rest = ctx.saved_tensors
         w, rest = Weights(*rest[:PARTS]), rest[PARTS:]
         needs = ctx.needs_input_grad
-        wants = Wants.of(needs[4:], needs[1], needs[3])
+        wants = Wants.of(needs[5:], needs[2], needs[4])
         index, kept = Index(*rest[:INDEX]), Kept(*rest[INDEX:])
         dx, dweights, found = run_backward(ctx.choice, w, x, weights, index, kept, dout, wants, ctx.token)
-        return (None, dx, None, dweights, *found.of_weights())
+        return (None, None, dx, None, dweights, *found.of_weights())
+
+
+class Filled(torch.autograd.Function):
+    """``out`` with its values; what it needs beside them is not saved, for its gradient is ``out``'s own."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, started: Started, choice: Choice, w: Weights) -> Tensor:
+        end_forward(choice, w, started, out)
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        return dout, None, None, None
 
 
 @torch.library.custom_op("shardwright::moe_layer_forward", mutates_args=())
@@ -162,4 +189,6 @@ def moe_layer(
     if not wants_gradient(x, weights, *w.given()):
         return run_forward(choice, w, x, ids, weights, keep=False)[0]
     refuse_learning(contract.NAME, w, choice)
-    return cast(Tensor, MoeLayer.apply(choice, x, ids, weights, *w.tensors()))
+    into: list[Started] = []
+    out = MoeLayer.apply(into, choice, x, ids, weights, *w.tensors())
+    return cast(Tensor, Filled.apply(out, into[0], choice, w))

@@ -20,14 +20,14 @@ class Metadata:
 
 
 CHUNK = 512
-"""Entries whose ranks one program counts."""
-COMPARE = 32
-"""Entries that are compared with a whole chunk at a time."""
+"""Entries whose ranks one program counts: a power of two."""
 RANK_WARPS = 8
 SCAN_CHUNKS, SCAN_EXPERTS = 64, 16
 """Tile of the scan over chunks."""
 TILE_ROWS = 192
 """Most rows of one expert in one tile of the grouped products."""
+TILE_STEP = 64
+"""Rows that a product's matrix step takes at once."""
 PAD_EXPERTS = 256
 """Experts whose rows one program rounds up to whole multiples."""
 WHOLE_READS = 1 << 22
@@ -55,6 +55,11 @@ def columns(H: int) -> int:
 def most_tiles(rows: int, experts: int, tile_rows: int = TILE_ROWS) -> int:
     """No distribution of ``rows`` rows over ``experts`` experts needs more tiles than this."""
     return rows // tile_rows + min(rows, experts)
+
+
+def tile_step(tile_rows: int) -> int:
+    """Rows of which a tile holds whole numbers: ``TILE_STEP``, or the largest power of two in smaller tiles."""
+    return min(TILE_STEP, tile_rows & -tile_rows)
 
 
 def padded_rows(entries: int, experts: int, multiple: int) -> int:

@@ -88,16 +88,15 @@ def launch_route(ids: Tensor, experts: int, token: object | None, multiple: int 
     chunks, bins = -(-N // configs.CHUNK), configs.power_of_two(experts + 1)
     counts, rank = torch.empty(experts, **index), torch.empty(N, **index)
     parts = _Parts(ids, rank, torch.empty((chunks, bins), **index), counts, entry, place, experts, token)
-    fixed = {"CHUNK": configs.CHUNK, "BINS": bins}
     parts.start(
         "rank",
         rank_kernel,
         chunks,
         (ids, rank, parts.histogram),
         N,
-        COMPARE=configs.COMPARE,
+        LOG=configs.CHUNK.bit_length() - 1,
+        BINS=bins,
         num_warps=configs.RANK_WARPS,
-        **fixed,
     )
     if multiple == 1 and configs.metadata(N, experts).whole:
         return Routing(counts, entry, place, _place_at_once(parts), counts)
@@ -116,6 +115,7 @@ def _place_at_once(parts: _Parts) -> Tiles:
         parts.ids.numel(),
         parts.chunks,
         TILE=configs.TILE_ROWS,
+        STEP=configs.tile_step(configs.TILE_ROWS),
         CHUNK=configs.CHUNK,
         BINS=parts.bins,
         ROWS=configs.whole_rows(parts.bins),

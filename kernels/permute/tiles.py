@@ -94,6 +94,7 @@ def make_tiles(counts: Tensor, rows: int, token: object | None = None, tile_rows
             rows,
             E,
             TILE=tile_rows,
+            STEP=configs.tile_step(tile_rows),
             BINS=configs.power_of_two(E),
             num_warps=configs.WARPS,
         )

@@ -14,27 +14,47 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["N", "E"])
-def rank_kernel(ids_ptr, rank_ptr, histogram_ptr, N, E, CHUNK: tl.constexpr, COMPARE: tl.constexpr, BINS: tl.constexpr):
-    """``rank [N]``: earlier entries of the same expert in the chunk; ``histogram [C, BINS]``.
+@triton.jit
+def _sorted(key, at, LOG: tl.constexpr):
+    """2^LOG keys in rising order; ``at`` are their places. A bitonic network: each step compares with one partner."""
+    for stage in tl.static_range(1, LOG + 1):
+        for step in tl.static_range(stage):
+            apart = 1 << (stage - 1 - step)
+            other = tl.gather(key, at ^ apart, 0)
+            lower = (at & apart) == 0
+            rising = ((at >> stage) & 1) == 0
+            key = tl.where(lower == rising, tl.minimum(key, other), tl.maximum(key, other))
+    return key
 
+
+@triton.jit
+def _running_maximum(value, at, LOG: tl.constexpr):
+    """The largest of the 2^LOG values (none is negative) up to each place ``at``."""
+    for step in tl.static_range(LOG):
+        value = tl.maximum(value, tl.gather(value, tl.maximum(at - (1 << step), 0), 0))
+    return value
+
+
+@triton.jit(do_not_specialize=["N", "E"])
+def rank_kernel(ids_ptr, rank_ptr, histogram_ptr, N, E, LOG: tl.constexpr, BINS: tl.constexpr):
+    """``rank [N]``: earlier entries of the same expert in the chunk of 2^LOG; ``histogram [C, BINS]``.
+
+    A chunk's entries are sorted by (expert, entry): an entry's rank is how far it stands behind its expert's first.
     Ids outside 0 .. E-1 fall into bin E, which no expert has.
     """
+    CHUNK: tl.constexpr = 1 << LOG
     chunk = tl.program_id(0)
     inside = tl.arange(0, CHUNK)
     at = chunk * CHUNK + inside
     ids = tl.load(ids_ptr + at, mask=at < N, other=-1).to(tl.int32)
     ids = tl.where((ids >= 0) & (ids < E), ids, E)
-    rank = tl.zeros([CHUNK], tl.int32)
-    for first in tl.range(0, CHUNK, COMPARE):
-        before = first + tl.arange(0, COMPARE)
-        other_at = chunk * CHUNK + before
-        other = tl.load(ids_ptr + other_at, mask=other_at < N, other=-1).to(tl.int32)
-        same = (ids[:, None] == other[None, :]) & (before[None, :] < inside[:, None])
-        rank += tl.sum(same.to(tl.int32), axis=1)
-    tl.store(rank_ptr + at, rank, mask=at < N)
-    bins = tl.arange(0, BINS)
-    tl.store(histogram_ptr + chunk * BINS + bins, tl.histogram(ids, BINS))
+    tl.store(histogram_ptr + chunk * BINS + tl.arange(0, BINS), tl.histogram(ids, BINS))
+    ordered = _sorted(ids * CHUNK + inside, inside, LOG)
+    expert = ordered // CHUNK
+    before = tl.gather(expert, tl.maximum(inside - 1, 0), 0)
+    first = _running_maximum(tl.where(expert == before, 0, inside), inside, LOG)
+    entry = chunk * CHUNK + ordered % CHUNK
+    tl.store(rank_ptr + entry, inside - first, mask=entry < N)
 
 
 @triton.jit(do_not_specialize=["C", "E"])
@@ -54,31 +74,36 @@ def scan_kernel(histogram_ptr, counts_ptr, C, E, BINS: tl.constexpr, ROWS: tl.co
 
 @triton.jit
 def write_tiles(
-    count, offset, offsets_ptr, expert_ptr, first_ptr, last_ptr, tiles_ptr, E, TILE: tl.constexpr, BINS: tl.constexpr
-):
+    count, offset, offsets_ptr, expert_ptr, first_ptr, last_ptr, tiles_ptr, E, TILE: tl.constexpr, STEP: tl.constexpr,
+    BINS: tl.constexpr,
+):  # fmt: skip
     """``offsets [E+1]`` and the tile list: expert, first row, row after the last; ``tiles [1]`` counts them.
 
-    An expert's rows are cut into equal tiles of at most ``TILE`` rows, so that no tile is left with a few.
+    An expert's rows are cut into the fewest tiles of at most ``TILE`` rows, each of whole steps of ``STEP`` rows but
+    the last, and as equal as that allows: products pad a tile to whole steps, so no more than one is part empty.
     """
     bins = tl.arange(0, BINS)
     tl.store(offsets_ptr + bins, offset, mask=bins < E)
     tl.store(offsets_ptr + bins + 1, offset + count, mask=bins < E)
-    tiles = (count + TILE - 1) // TILE
+    tiles, steps = (count + TILE - 1) // TILE, (count + STEP - 1) // STEP
     at = tl.cumsum(tiles, 0) - tiles
-    share = (count + tl.maximum(tiles, 1) - 1) // tl.maximum(tiles, 1)
+    share = steps // tl.maximum(tiles, 1)
+    longer = steps - tiles * share
     tl.store(tiles_ptr, tl.sum(tiles, 0))
     for tile in tl.range(0, tl.max(tiles, 0)):
         live = tile < tiles
-        first = tl.minimum(tile * share, count)
+        first = (tile * share + tl.minimum(tile, longer)) * STEP
+        last = tl.minimum(first + (share + (tile < longer).to(tl.int32)) * STEP, count)
         tl.store(expert_ptr + at + tile, bins, mask=live)
         tl.store(first_ptr + at + tile, offset + first, mask=live)
-        tl.store(last_ptr + at + tile, offset + tl.minimum(first + share, count), mask=live)
+        tl.store(last_ptr + at + tile, offset + last, mask=live)
 
 
 @triton.jit(do_not_specialize=["R", "E"])
 def tile_kernel(
-    counts_ptr, offsets_ptr, expert_ptr, first_ptr, last_ptr, tiles_ptr, R, E, TILE: tl.constexpr, BINS: tl.constexpr
-):
+    counts_ptr, offsets_ptr, expert_ptr, first_ptr, last_ptr, tiles_ptr, R, E, TILE: tl.constexpr, STEP: tl.constexpr,
+    BINS: tl.constexpr,
+):  # fmt: skip
     """``write_tiles`` from ``counts [E]``, which are cut where they pass the R rows that there are.
 
     A negative count is none. So no count that a caller got wrong reads rows, or writes tiles, past their end.
@@ -89,7 +114,7 @@ def tile_kernel(
     end = tl.cumsum(count, 0)
     offset = tl.minimum(end - count, R).to(tl.int32)
     count = tl.minimum(end, R).to(tl.int32) - offset
-    write_tiles(count, offset, offsets_ptr, expert_ptr, first_ptr, last_ptr, tiles_ptr, E, TILE, BINS)
+    write_tiles(count, offset, offsets_ptr, expert_ptr, first_ptr, last_ptr, tiles_ptr, E, TILE, STEP, BINS)
 
 
 @triton.jit(do_not_specialize=["E"])

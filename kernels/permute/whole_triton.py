@@ -15,7 +15,8 @@ from shardwright.kernels.permute.triton import write_tiles
 @triton.jit(do_not_specialize=["N", "C", "E"])
 def whole_place_kernel(
     ids_ptr, rank_ptr, histogram_ptr, counts_ptr, offsets_ptr, expert_ptr, first_ptr, last_ptr, tiles_ptr, entry_ptr,
-    place_ptr, N, C, E, TILE: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr,
+    place_ptr, N, C, E, TILE: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """What ``scan_kernel``, ``tile_kernel`` and ``place_kernel`` give, bit for bit.
 
@@ -35,7 +36,7 @@ def whole_place_kernel(
     offset = tl.cumsum(count, 0) - count
     if chunk == 0:
         tl.store(counts_ptr + bins, count, mask=bins < E)
-        write_tiles(count, offset, offsets_ptr, expert_ptr, first_ptr, last_ptr, tiles_ptr, E, TILE, BINS)
+        write_tiles(count, offset, offsets_ptr, expert_ptr, first_ptr, last_ptr, tiles_ptr, E, TILE, STEP, BINS)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     ids = tl.load(ids_ptr + at, mask=at < N, other=-1).to(tl.int32)
     routed = (ids >= 0) & (ids < E)

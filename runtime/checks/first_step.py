@@ -26,6 +26,7 @@ from shardwright.runtime.device import available_host_bytes
 from shardwright.runtime.images import share_images
 from shardwright.runtime.lora.init import initial_box
 from shardwright.runtime.lora.inject import adapter_names, adapter_shapes
+from shardwright.runtime.lora.linear import LoraLinear
 from shardwright.runtime.metrics import say
 from shardwright.runtime.parallelize import DTYPES
 from shardwright.runtime.reference import ReferenceStep, add_plain_lora, load_plain, reference_step
@@ -43,6 +44,7 @@ class FirstStep:
         self.trainer, self.live = trainer, trainer.live
         self.base = trainer.recipe.precision.base
         self.reference: ReferenceStep | None = None
+        self.undropped: Gradient | None = None
         self.base_before: dict[str, tuple[int, int]] = {}
         self.b_before: dict[str, Tensor] = {}
 
@@ -59,6 +61,7 @@ class FirstStep:
         fused = (*documents_apart(self.trainer), *context_equal(self.trainer), *fusions_equal(self.trainer))
         if on_first_rank(self._whole_fits):
             self.reference = on_first_rank(self._reference)
+            self.undropped = self._undropped()
             return (loaded, *fused)
         return (loaded, *fused, *layers_equal(self.trainer))
 
@@ -106,22 +109,46 @@ class FirstStep:
         finally:
             torch.set_num_threads(threads)
 
+    def _undropped(self) -> Gradient | None:
+        """The first batch once more without dropout, whose draws no reference could repeat; ``None`` where it has none.
+
+        Counts of rows stay as they were, so the run goes on as if this pass had not been.
+        """
+        dropped = [one for one in self.live.model.modules() if isinstance(one, LoraLinear) and one.dropout > 0]
+        if not dropped:
+            return None
+        rate, rows = dropped[0].dropout, dict(self.live.meter.total)
+        try:
+            for one in dropped:
+                one.dropout = 0.0
+            return self.trainer.gradient(1)
+        finally:
+            for one in dropped:
+                one.dropout = rate
+            self.live.meter.total = rows
+            self.trainer.optimizer.clear()
+
     def on_gradient(self, gradient: Gradient) -> tuple[CheckResult, ...]:
-        """Loss and gradient norm of the first batch, before anything is changed."""
-        present = gradients_present(self.live.parameters, gradient.loads)
+        """Loss and gradient norm of the first batch, before anything is changed; without dropout where there is one."""
+        present = gradients_present(self.live.parameters, gradient.loads, self._unlabelled())
         if self.reference is None:
             return (present,)
+        gradient = self.undropped or gradient
         return (
             present,
             same_loss(gradient.loss, self.reference.loss, self.base),
             same_norm(gradient.norm, self.reference.grad_norm, self.base),
         )
 
+    def _unlabelled(self) -> int:
+        """Tokens of the first step that predict nothing: last ones, padding, questions."""
+        return self.trainer.recipe.batch.tokens_per_step - self.trainer.batches.tokens(1)
+
     def after(self, gradient: Gradient) -> tuple[CheckResult, ...]:
         """What the step changed, and what it must not have changed."""
         parameters = self.live.parameters
         return (
-            adapters_moved(self.b_before, parameters, gradient.loads),
+            adapters_moved(self.b_before, parameters, gradient.loads, self._unlabelled()),
             base_unchanged(self.base_before, self._base()),
             replicas_agree(parameters, self.trainer.ranks),
             *biases_agree(self.trainer.router_biases(), self.trainer.ranks),

@@ -110,14 +110,25 @@ def biases_agree(biases: dict[str, Tensor], ranks: Ranks) -> tuple[CheckResult, 
     return (result,)
 
 
-def _has_rows(name: str, loads: dict[str, Tensor]) -> bool:
-    """Whether tokens met an adapter of a linear: every one did, but that of an expert's own module perhaps not."""
+def _rows(name: str, loads: dict[str, Tensor]) -> int | None:
+    """Rows that met an adapter of a linear, where it is one of an expert's own module; ``None``: every token did."""
     place = expert_of(name)
-    return place is None or place[0] not in loads or bool(loads[place[0]][place[1]] > 0)
+    return None if place is None or place[0] not in loads else int(loads[place[0]][place[1]])
 
 
-def adapters_moved(before: dict[str, Tensor], parameters: dict[str, Owned], loads: dict[str, Tensor]) -> CheckResult:
-    """After one step every B has moved, and an expert's B moved exactly if the expert got tokens.
+def _missed(reached: bool, rows: int | None, unlabelled: int) -> bool:
+    """Whether an adapter should have been reached and was not.
+
+    Tokens without a label may reach no loss, and a token goes to an expert once: an expert with no more rows than the
+    step has such tokens need not have a gradient.
+    """
+    return not reached and (rows is None or rows > unlabelled)
+
+
+def adapters_moved(
+    before: dict[str, Tensor], parameters: dict[str, Owned], loads: dict[str, Tensor], unlabelled: int = 0
+) -> CheckResult:
+    """After one step every B has moved: an expert's where it got tokens that the loss sees, and only where it got any.
 
     (A cannot move in the first step: its gradient is a multiple of B, which is zero.)
 
@@ -125,23 +136,11 @@ def adapters_moved(before: dict[str, Tensor], parameters: dict[str, Owned], load
         before: B values of this rank before the step.
         parameters: all parameters now.
         loads: layer → rows of each expert in the step, over all ranks.
+        unlabelled: tokens of the step that predict nothing, over all ranks.
     """
-    wrong, matrices = [], 0
-    for name, old in before.items():
-        owned = parameters[name]
-        moved = owned.local() != old
-        if not owned.expert:
-            matrices += 1
-            if moved.numel() and bool(moved.any()) != _has_rows(name, loads):
-                wrong.append(f"{name} {'moved without a token' if bool(moved.any()) else 'did not move'}")
-            continue
-        layer = name.rpartition(".")[0]
-        busy = loads[layer][list(owned.numbers)] > 0
-        per_expert = moved.flatten(1).any(1).cpu() if moved.numel() else busy
-        matrices += int(busy.numel())
-        for place in torch.nonzero(per_expert != busy).flatten().tolist():
-            verb = "did not move though it got tokens" if busy[place] else "moved without a token"
-            wrong.append(f"{name}, expert {owned.numbers[place]} {verb}")
+    moved = {name: parameters[name].local() != old for name, old in before.items()}
+    words = "did not move", "did not move though it got tokens", "moved without a token"
+    wrong, matrices = _compared(moved, parameters, loads, unlabelled, words)
     return CheckResult(
         stage="step",
         name="adapters-moved",
@@ -151,29 +150,18 @@ def adapters_moved(before: dict[str, Tensor], parameters: dict[str, Owned], load
     )
 
 
-def gradients_present(parameters: dict[str, Owned], loads: dict[str, Tensor]) -> CheckResult:
-    """Before the first step: every B has a gradient, an expert's exactly if it got tokens; idle ones have zeros.
+def gradients_present(parameters: dict[str, Owned], loads: dict[str, Tensor], unlabelled: int = 0) -> CheckResult:
+    """Before the first step: every B has a gradient, an expert's where its tokens are seen by the loss; idle ones none.
 
     Args:
         parameters: all parameters, with the summed gradient of the first batch.
         loads: layer → rows of each expert in the step, over all ranks.
+        unlabelled: tokens of the step that predict nothing, over all ranks.
     """
-    wrong, matrices = [], 0
-    for name, owned in parameters.items():
-        gradient = owned.local_grad() if owned.adapter and name.endswith("lora_b") else None
-        if gradient is None or not gradient.numel():
-            continue
-        if not owned.expert:
-            matrices += 1
-            if bool(gradient.any()) != _has_rows(name, loads):
-                wrong.append(f"{name} {'got a gradient without a token' if bool(gradient.any()) else 'has only zeros'}")
-            continue
-        busy = loads[name.rpartition(".")[0]][list(owned.numbers)] > 0
-        matrices += int(busy.numel())
-        reached = gradient.flatten(1).any(1).cpu()
-        for place in torch.nonzero(reached != busy).flatten().tolist():
-            what = "got tokens and no gradient" if busy[place] else "got a gradient without a token"
-            wrong.append(f"{name}, expert {owned.numbers[place]} {what}")
+    held = {name: owned.local_grad() for name, owned in parameters.items() if owned.adapter and name.endswith("lora_b")}
+    gradients = {name: gradient for name, gradient in held.items() if gradient is not None and gradient.numel()}
+    words = "has only zeros", "got tokens and no gradient", "got a gradient without a token"
+    wrong, matrices = _compared(gradients, parameters, loads, unlabelled, words)
     return CheckResult(
         stage="step",
         name="gradients-present",
@@ -181,6 +169,40 @@ def gradients_present(parameters: dict[str, Owned], loads: dict[str, Tensor]) ->
         evidence=f"gradients of {matrices} B matrices on this rank; wrong: " + ("; ".join(wrong[:5]) or "none"),
         scope="local",
     )
+
+
+def _compared(
+    reached: dict[str, Tensor],
+    parameters: dict[str, Owned],
+    loads: dict[str, Tensor],
+    unlabelled: int,
+    words: tuple[str, str, str],
+) -> tuple[list[str], int]:
+    """What is wrong, and how many matrices were looked at.
+
+    Args:
+        reached: name of a B → local tensor, not zero where the step reached it.
+        words: for a linear that was missed, an expert that was missed, and either that was reached without a token.
+    """
+    none, missed, uncalled = words
+    wrong, matrices = [], 0
+    for name, values in reached.items():
+        owned = parameters[name]
+        if not owned.expert:
+            rows, here = _rows(name, loads), bool(values.any())
+            matrices += 1
+            if values.numel() and (_missed(here, rows, unlabelled) or (here and rows == 0)):
+                wrong.append(f"{name} {uncalled if here else none}")
+            continue
+        matrices += len(owned.numbers)
+        if not values.numel():
+            continue
+        by_expert = values.flatten(1).any(1).tolist()
+        for number, here in zip(owned.numbers, by_expert, strict=True):
+            rows = int(loads[name.rpartition(".")[0]][number])
+            if _missed(here, rows, unlabelled) or (here and rows == 0):
+                wrong.append(f"{name}, expert {number} {uncalled if here else missed}")
+    return wrong, matrices
 
 
 def same_norm(ours: float, plain: float, base: str) -> CheckResult:

@@ -56,6 +56,8 @@ def whole_layer(module: nn.Module, name: str, decision: FusionDecision) -> Forwa
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if experts.meter.recording:
             experts.meter.add(name, rows_of_experts(top_k_index, experts.num_experts))
+        if experts.meanwhile is not None:
+            experts.meanwhile()
         up, low = _adapters(experts, hidden_states.dtype)
         out: Tensor = op(
             hidden_states.contiguous(),

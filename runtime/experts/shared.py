@@ -1,4 +1,4 @@
-"""The shared expert of a layer, computed while its routed rows travel.
+"""The shared expert of a layer, computed while its routed rows travel, or before them where none travels.
 
 A block calls its routed experts and then its shared ones, on the same tokens. Here the experts, as soon as their rows
 are under way, compute the shared expert of the tokens that the block was given; when the block calls it, the value is
@@ -15,6 +15,7 @@ from torch.profiler import record_function
 
 from shardwright.runtime.experts.module import LoraExperts
 from shardwright.schemas.errors import LegalityError
+from shardwright.schemas.fusion import FusionDecision
 
 SHARED = ("shared_experts", "shared_expert", "shared_mlp")
 """Names of shared experts beside the routed ones."""
@@ -59,12 +60,33 @@ class SharedUnderDispatch:
         Raises:
             LegalityError: ``overlap-shared`` where the block calls it first, or on other tokens or with more.
         """
-        value, tokens = self.value, self.tokens
-        same = tokens is not None and x.data_ptr() == tokens.data_ptr() and x.numel() == tokens.numel()
-        if value is None or not same or args or kwargs:
+        if not self._is_made(x) or args or kwargs:
             raise _refused("the block does not call its shared expert on its own tokens, after its experts", self.name)
-        self.value = None
+        value, self.value = self.value, None
+        assert value is not None
         return value.view_as(x)
+
+    def _is_made(self, x: Tensor) -> bool:
+        """Whether the value is there and is that of these tokens."""
+        tokens = self.tokens
+        same = tokens is not None and x.data_ptr() == tokens.data_ptr() and x.numel() == tokens.numel()
+        return self.value is not None and same
+
+
+class SharedBeforeExperts(SharedUnderDispatch):
+    """One block's shared expert, before its fused experts, so that a recomputed layer ends with these.
+
+    What they keep is then the last that a checkpoint waits for, and their last product is not made again. Where the
+    experts run unfused, or the block calls its shared expert otherwise, it is computed where it stands.
+    """
+
+    def take(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The value, if it is there; else it is made now, and not once more by experts that come later."""
+        if args or kwargs or not self._is_made(x):
+            self.tokens = None
+            found: Tensor = self.shared_forward(x, *args, **kwargs)
+            return found
+        return super().take(x)
 
 
 def put_shared_under_dispatch(model: nn.Module) -> int:
@@ -77,15 +99,41 @@ def put_shared_under_dispatch(model: nn.Module) -> int:
         LegalityError: ``overlap-shared`` where there is none.
     """
     blocks = 0
-    for name, experts in [(n, m) for n, m in model.named_modules() if isinstance(m, LoraExperts)]:
-        block = model.get_submodule(name.rpartition(".")[0])
-        shared = next((one for key in SHARED if isinstance(one := getattr(block, key, None), nn.Module)), None)
-        if shared is not None and experts.group is not None:
-            SharedUnderDispatch(block, experts, shared, name.rpartition(".")[0])
+    for name, block, experts, shared in _blocks(model):
+        if experts.group is not None:
+            SharedUnderDispatch(block, experts, shared, name)
             blocks += 1
     if not blocks:
         raise _refused("no block has shared experts beside routed ones on more than one rank", "the model")
     return blocks
+
+
+def put_shared_before_experts(model: nn.Module, fusions: tuple[FusionDecision, ...]) -> int:
+    """Do so in every block whose experts are one operator (``moe_layer``); for layers that are recomputed.
+
+    Returns:
+        The number of such blocks.
+    """
+    whole = {name for one in fusions if one.op == "moe_layer" and not one.rejected for name in one.modules}
+    blocks = 0
+    for name, block, experts, shared in _blocks(model):
+        if experts.name in whole and experts.meanwhile is None:
+            SharedBeforeExperts(block, experts, shared, name)
+            blocks += 1
+    return blocks
+
+
+def _blocks(model: nn.Module) -> list[tuple[str, nn.Module, LoraExperts, nn.Module]]:
+    """Name, block, routed experts and shared ones of every block that has both."""
+    found = []
+    for name, experts in model.named_modules():
+        if isinstance(experts, LoraExperts):
+            parent = name.rpartition(".")[0]
+            block = model.get_submodule(parent)
+            shared = next((one for key in SHARED if isinstance(one := getattr(block, key, None), nn.Module)), None)
+            if shared is not None:
+                found.append((parent, block, experts, shared))
+    return found
 
 
 def _refused(what: str, where: str) -> LegalityError:

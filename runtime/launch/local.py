@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from shardwright.runtime.failure import clear_failure, read_failure
+from shardwright.runtime.launch.allocator import choose_allocator
 from shardwright.runtime.launch.job import Job
 from shardwright.runtime.launch.options import LaunchOptions
 from shardwright.runtime.launch.process import PARENT, RunLock, free_port
@@ -51,6 +52,7 @@ def launch(
     """
     arguments = worker_arguments(plan_path, checkpoint, data_root, approvals_log, run_dir)
     if "RANK" in os.environ:
+        choose_allocator(os.environ)
         from shardwright.runtime.worker import main
 
         return main(arguments)
@@ -123,6 +125,7 @@ def torchrun_command(ranks: int, run_dir: Path, max_restarts: int) -> list[str]:
 def environment(device_type: str, ranks: int) -> dict[str, str]:
     """The workers' environment: on a CPU the cores are divided among them and gloo stays on the loopback."""
     env = dict(os.environ)
+    choose_allocator(env)
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     env["HF_HUB_OFFLINE"] = env["TRANSFORMERS_OFFLINE"] = "1"
     env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = LINE_PREFIX

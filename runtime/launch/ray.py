@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwright.runtime.failure import clear_failure, read_failure
+from shardwright.runtime.launch.allocator import choose_allocator
 from shardwright.runtime.launch.job import Job, write_state
 from shardwright.runtime.launch.options import LaunchOptions
 from shardwright.schemas.errors import ClusterError, ExitCode, RunError
@@ -108,6 +109,7 @@ def worker_loop(config: dict[str, Any]) -> None:
     context = train.get_context()
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(context.get_world_rank()), str(context.get_world_size())
     os.environ["LOCAL_RANK"] = str(context.get_local_rank())
+    choose_allocator(os.environ)
     from shardwright.runtime.worker import main
 
     main(config["arguments"])

@@ -22,8 +22,8 @@ from shardwright.runtime.ownership import Owned, owned_parameters
 from shardwright.schemas.errors import CheckFailed, CheckpointError
 from shardwright.schemas.run import LoadFacts
 
-Progress = Callable[[int, int, float], None]
-"""(bytes read, tensors done, seconds)."""
+Progress = Callable[[int, int, int, float], None]
+"""(bytes read, tensors done, of how many, seconds)."""
 
 
 def materialize(model: nn.Module, device: Device) -> None:
@@ -66,18 +66,21 @@ def load_weights(
     tensors = 0
     with ShardReader(folder, headers) as reader, torch.no_grad():
         parameters = owned_parameters(model)
-        packed = _packed_stacks(model)
-        for name, owned in parameters.items():
-            if any(start >= stop for start, stop in owned.box) or name.removesuffix(SCALES) in packed:
-                continue
+        packed, buffers = _packed_stacks(model), _persistent_buffers(model)
+        held = {
+            name: owned
+            for name, owned in parameters.items()
+            if all(start < stop for start, stop in owned.box) and name.removesuffix(SCALES) not in packed
+        }
+        for name, owned in held.items():
             if (stack := name.removesuffix(VALUES)) in packed:
                 _load_packed(stack, packed[stack], parameters, reader, names)
             else:
                 _fill(owned, reader, names, lora_seed)
             tensors += 1
             if progress is not None:
-                progress(reader.bytes_read, tensors, time.monotonic() - began)
-        for name in _persistent_buffers(model):
+                progress(reader.bytes_read, tensors, len(held) + len(buffers), time.monotonic() - began)
+        for name in buffers:
             value = read_base(reader, names, name, tuple(model.get_buffer(name).shape))
             check_finite(name, value, names)
             model.get_buffer(name).copy_(value)

@@ -15,6 +15,7 @@ from shardwright.runtime.experts.module import LoraExperts, check_call
 from shardwright.runtime.experts.packed import Packing
 from shardwright.runtime.experts.placement import Slots
 from shardwright.runtime.lora.linear import LoraLinear
+from shardwright.runtime.lora.router import adapt_router
 from shardwright.runtime.lora.separate import reach_every_expert
 from shardwright.runtime.lora.shared import SUFFIX, SharedPairs
 from shardwright.runtime.lora.stack import LoraStack, takes_sizes
@@ -80,7 +81,7 @@ def inject(
     Raises:
         LegalityError: ``target-missing`` when the plan names a weight that the model lacks,
             ``target-shape`` when its sizes differ; ``experts-call``, ``experts-not-divisible``,
-            ``unknown-expert-layout``, ``expert-slots``, ``ep-needs-stacks``.
+            ``unknown-expert-layout``, ``expert-slots``, ``ep-needs-stacks``, ``router-adapter``.
     """
     freeze(model)
     by_module: dict[str, list[LoraTarget]] = defaultdict(list)
@@ -123,9 +124,12 @@ def inject(
         if linear is not None and takes_sizes(linear):
             _put_stack(model, name, linear, wanted[0], meter, dtype)
             continue
-        if not isinstance(linear, nn.Linear) or len(wanted) != 1:
-            raise _missing(wanted[0], f"{name} is {type(linear).__name__}, expected one adapted Linear")
         target = wanted[0]
+        if linear is not None and target.role == "router" and type(linear) is not nn.Linear:
+            adapt_router(linear, name, target.rank, float(target.scaling), dtype)
+            continue
+        if not isinstance(linear, nn.Linear) or len(wanted) != 1:
+            raise _missing(target, f"{name} is {type(linear).__name__}, expected one adapted Linear")
         _check(target, (target.out_features, target.in_features), tuple(linear.weight.shape))
         replace(model, name, LoraLinear(linear, target.rank, float(target.scaling), dropout, dtype))
     reach_every_expert(model, targets, meter)

@@ -6,7 +6,8 @@ even. What passes between ranks depends on the attention (``runtime/context*.py`
 * softmax: keys and values of all tokens, gathered before attention. Backward gathers again, runs attention again, and
   reduces their gradient, which is fp32;
 * latent (MLA): the same with compressed keys and values; each rank expands them for 1/cp of the heads at a time;
-* sparse (DSA): the same with the indexer's keys, and nothing to expand: it attends in the latent. Priced, not run;
+* sparse (DSA): the same with the indexer's keys, whose gradient nothing needs. By our operators there is nothing to
+  expand: they attend in the latent; the family's own code expands as MLA does;
 * linear: states. A piece moves the state by ``S⁺ = M S + N``; a second run of the recurrence over values and keys gives
   ``[N | M]``, which pieces gather in fp32, and reduce the gradient of. The convolution's three inputs before a piece
   are left out.
@@ -27,7 +28,6 @@ PIECES = 2
 
 STATE_BYTES = 4
 
-
 GRADIENT_BYTES = 4
 
 
@@ -39,9 +39,11 @@ def attends_again(layer: LayerWork) -> bool:
 def exchanged_bytes(work: Workload, layer: LayerWork, plans: Plans, tokens: Array) -> tuple[Array, Array]:
     """Bytes of the whole tensors that a CP group exchanges: (in each forward, in backward); 0 where cp is 1.
 
-    Softmax: ``2·b·m·S·g·d/t``, twice in backward. Latent: ``b·m·S·(r_kv + d_r)``, twice in backward. Linear:
-    ``4·m·2·cp·n·d·2·d/t``, in backward as much.
+    Softmax: ``2·b·m·S·g·d/t``, in backward again and their gradient in fp32. Latent: ``b·m·S·(r_kv + d_r)``, with
+    ``b·m·S·d_I`` of an indexer, in backward the first part again and its gradient. Linear: ``4·m·2·cp·n·d·2·d/t``, in
+    backward as much.
     """
+    shape = work.profile.shape
     whole, b, none = tokens * plans.tp * plans.cp, work.base_bytes, np.zeros(len(plans))
     if layer.kind.attention == "none":
         return none, none
@@ -50,10 +52,10 @@ def exchanged_bytes(work: Workload, layer: LayerWork, plans: Plans, tokens: Arra
         backward = forward
     elif work.latent(layer):
         forward = b * whole * _latent_width(work, layer)
-        backward = 2 * forward
+        backward = (b + GRADIENT_BYTES) * whole * (shape.kv_lora_rank + shape.qk_rope_head_dim)
     else:
         forward = 2 * b * whole * work.key_width / plans.tp
-        backward = 2 * forward
+        backward = (1 + GRADIENT_BYTES / b) * forward
     shared = plans.cp > 1
     return np.where(shared, forward, 0.0), np.where(shared, backward, 0.0)
 

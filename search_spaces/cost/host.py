@@ -30,6 +30,10 @@ a call of a collective counts for four kernels."""
 AFTER_COUNTS = 12
 """Of them those between the host's wait for the counts and the experts' products."""
 
+EXPERT_UNIT_LAUNCHES = 10
+"""Of a gather or reduction of the experts' own unit, where their stacks are cut: its collective's call and the copies,
+casts and views of its six parameters; assumed. The layer's others are the unit that ``calibrate`` measures."""
+
 
 @dataclass(frozen=True)
 class Waits:
@@ -45,9 +49,11 @@ def waits(step: Step, one: LayerTime, routed: bool) -> Waits:
     apart = (plans.ep > 1) & routed
     units = np.where(plans.shard * plans.ep * plans.cp > 1, 1.0, 0.0)
     exchange = rates.exchange_host_s or tuple(n * rates.host_launch_s for n in EXCHANGE_LAUNCHES)
-    passes = [one.launches[i] * rates.host_launch_s + np.where(apart, exchange[i] * plans.chunks, 0.0) for i in (0, 1)]
-    forward = passes[0] + units * rates.unit_s
-    backward = passes[1] + units * rates.unit_s * (1.0 + plans.reshard)
+    moved = [exchange[i] + one.received_launches[i] * rates.host_launch_s for i in (0, 1)]
+    passes = [one.launches[i] * rates.host_launch_s + np.where(apart, moved[i] * plans.chunks, 0.0) for i in (0, 1)]
+    own = np.where((plans.expert_shards > 1) & routed, EXPERT_UNIT_LAUNCHES * rates.host_launch_s, 0.0)
+    unit = units * (rates.unit_s + own)
+    forward, backward = passes[0] + unit, passes[1] + unit * (1.0 + plans.reshard)
     if step.cluster.device.type == "cpu":
         return Waits(np.asarray(forward), np.asarray(backward))
     reads = apart | (routed and step.fused.provider("experts") in PROVIDERS)

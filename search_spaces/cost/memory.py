@@ -16,7 +16,15 @@ from shardwright.search_spaces.cost.plans import Array, Flags, Plans
 from shardwright.search_spaces.cost.workload import Workload
 
 ALLOCATOR_SLACK = 0.05
-"""Reserved over allocated memory, less one: published pairs on B200 give 0.040 and 0.056."""
+"""Reserved over allocated memory, less one, of an allocator with blocks of fixed size: published pairs on B200 give
+0.040 and 0.056."""
+
+EXPANDABLE_SLACK = 0.02
+"""The same where its segments grow, as the runtime asks of CUDA's (``runtime/launch/allocator.py``): holes are whole
+pages of 20 MiB that nothing later fits into; assumed."""
+
+EXPANDABLE = ("cuda",)
+"""Types of devices whose allocator does that."""
 
 CUDA_CONTEXT_BYTES = 750_000_000
 """Context and libraries on an accelerator, outside the allocator; assumed, 0.5–1 GiB."""
@@ -93,9 +101,14 @@ def memory_of(work: Workload, cluster: ClusterSpec, plans: Plans, fused: FusedPr
         stage=fullest,
         by_moment=np.where(fullest == 0, moments[0], moments[-1]),
         peak=peak,
-        reserved=np.ceil(peak * (1 + ALLOCATOR_SLACK)) + outside,
+        reserved=np.ceil(peak * (1 + allocator_slack(cluster.device.type))) + outside,
         budget=cluster.device.usable_memory_bytes,
     )
+
+
+def allocator_slack(device_type: str) -> float:
+    """Reserved over allocated memory, less one."""
+    return EXPANDABLE_SLACK if device_type in EXPANDABLE else ALLOCATOR_SLACK
 
 
 def _reserve(terms: Terms, work: Workload, cluster: ClusterSpec, plans: Plans) -> Array:

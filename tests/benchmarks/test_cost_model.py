@@ -72,3 +72,18 @@ def test_no_plan_called_feasible_runs_out_of_memory() -> None:
     assert [one.case for one, report in points if report.feasible and "out_of_memory" in one.metrics] == []
     for measured, report in cost_model.ended(points):
         assert report.memory.reserved_bytes >= measured.metrics["peak_bytes"], measured.case
+
+
+def test_a_line_is_held_to_the_allocator_that_it_ran_with(tmp_path: Path) -> None:
+    """Reserved beyond the context: 1.05 × the peak without the mark of segments that grow, 1.02 with it."""
+    case = "qwen3-30b-2layers/attention/t4096/b1/full/eager"
+    (tmp_path / "a.jsonl").write_text(line(case, peak_bytes=1.0).model_dump_json() + "\n")
+    ((_, report),), _ = cost_model.own_points(tmp_path)
+    peak = report.memory.peak_bytes
+    outside = report.memory.reserved_bytes - 1.02 * peak
+    assert cost_model.reserved_bytes(report, {}) == pytest.approx(1.05 * peak + outside, abs=2)
+    assert cost_model.reserved_bytes(report, {"expandable_segments": 1.0}) == report.memory.reserved_bytes
+    old = line(case, peak_bytes=peak, reserved_bytes=1.05 * peak, context_bytes=outside)
+    new = line(case, peak_bytes=peak, reserved_bytes=1.12 * peak, context_bytes=outside, expandable_segments=1.0)
+    found = cost_model.own_metrics([(old, report), (new, report)])
+    assert found["cost/memory"]["reserved_share_within_6pct"] == 0.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import k3_slice
 from k3_model import Slice
-from k3_slice_model import build, decisions, described, install_delta_rule
+from k3_slice_fusions import decisions
+from k3_slice_model import build, described
 from lines import line
 
+from shardwright.agents.structure.patterns.delta_rule_layer import DeltaRuleLayer
+from shardwright.agents.structure.testkit import captured_examples
 from shardwright.checkpoints.models.kimi_k3.configuration import KimiK3Config
 from shardwright.checkpoints.models.kimi_k3.model import KimiK3ForConditionalGeneration
-from shardwright.kernels.kda.reference import kda_recurrent_reference
 from shardwright.runtime.experts.module import LoraExperts
+
+
+def tiny_k3(layers: tuple[str, ...]) -> KimiK3ForConditionalGeneration:
+    document = Slice("kimi_k3", layers, {**k3_slice.TINY_K3, "rms_norm_eps": 1e-5}).document
+    config = KimiK3Config(**{name: value for name, value in document.items() if name.endswith("_config")})
+    return KimiK3ForConditionalGeneration(config)
 
 
 def test_decisions_bind_every_place(tmp_path: Path) -> None:
@@ -35,9 +44,9 @@ def test_decisions_bind_every_place(tmp_path: Path) -> None:
     by_op: dict[str, int] = {}
     for one in found:
         by_op[one.op] = by_op.get(one.op, 0) + len(one.modules)
-    norms = 4 * 2 + 1 + 3 + 2 * 2
+    norms = 4 * 2 + 1 + 3 + 2
     assert by_op == {
-        "packed_experts": 3, "router": 3, "rms_norm": norms, "gated_rms_norm": 2, "linear_cross_entropy": 1,
+        "packed_experts": 3, "router": 3, "rms_norm": norms, "kda": 2, "dsa": 2, "linear_cross_entropy": 1,
     }  # fmt: skip
     constants = next(one.constants for one in found if one.op == "packed_experts")
     assert (constants["activation"], constants["limit"], constants["alpha"]) == ("situ", "4", "25")
@@ -56,25 +65,42 @@ def test_sparse_attentions_take_their_operator(case: str, tmp_path: Path) -> Non
     assert all("forward" in vars(one) for one in sparse), "each has another forward than its class"
 
 
-def test_operators_by_hand_are_the_layers_own_functions() -> None:
-    """The delta-rule operator's meaning in place of the layer's chunks, in fp64: output and gradient of the input."""
-    sizes = {**k3_slice.TINY_K3, "rms_norm_eps": 1e-5}
-    document = Slice("kimi_k3", ("kda+dense", "kda", "mla"), sizes).document
-    config = KimiK3Config(**{name: value for name, value in document.items() if name.endswith("_config")})
-    torch.manual_seed(0)
-    model = KimiK3ForConditionalGeneration(config).double()
+def test_a_delta_rule_layer_is_bound_as_the_structure_agent_binds_it() -> None:
+    """Roles and every number that the runtime reads."""
+    layer = tiny_k3(("kda+dense", "kda", "mla")).language_model.model.layers[0].self_attn
+    model = torch.nn.ModuleDict({"self_attn": layer})
+    (found,) = decisions(model, ("kda",))
+    given = (torch.empty(2, 12, 128, dtype=torch.bfloat16, device="meta"),)
+    (pair, *_), _ = captured_examples(lambda: (layer.to("meta"), given))
+    (match,) = DeltaRuleLayer().find(*pair)
+    assert found.roles == match.roles
+    constants = {name: match.constants[name] for name in found.constants}
+    assert {**found.constants, "lower_bound": -5.0, "eps": 1e-5} == {**constants, "lower_bound": -5.0, "eps": 1e-5}
+    assert float(found.constants["lower_bound"]) == float(match.constants["lower_bound"])
+    assert float(found.constants["eps"]) == float(match.constants["eps"])
+    assert [found.op, *found.beside] == str(match.constants["operators"]).split()
+
+
+@pytest.mark.parametrize("case", list(k3_slice.CASES))
+def test_rows_of_fused_modules_are_dense(case: str, tmp_path: Path) -> None:
+    """Kernels take dense rows: what every module that a decision names is given, as the model's own code runs."""
+    what = described(k3_slice.CASES[case].cut(3, tiny=True), tmp_path)
+    side = build(what, (), torch.float32)
+    ran = set()
+
+    def look(name: str) -> Any:
+        def hook(module: torch.nn.Module, given: tuple[Any, ...]) -> None:
+            ran.add(name)
+            assert all(one.is_contiguous() for one in given if isinstance(one, torch.Tensor)), name
+
+        return hook
+
+    names = {name for one in decisions(side.model, k3_slice.FUSIONS) for name in one.modules}
+    for name in names:
+        side.model.get_submodule(name).register_forward_pre_hook(look(name))
     with torch.no_grad():
-        for value in model.parameters():
-            value.normal_(0, 0.3)
-    layer = model.language_model.model.layers[0].self_attn
-    x = torch.randn(2, 21, 128, dtype=torch.float64, requires_grad=True)
-    own = layer(x)
-    (expected,) = torch.autograd.grad(own.square().sum(), x)
-    install_delta_rule(model, kda_recurrent_reference)
-    found = layer(x)
-    (gradient,) = torch.autograd.grad(found.square().sum(), x)
-    torch.testing.assert_close(found, own, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(gradient, expected, rtol=1e-7, atol=1e-7)
+        side.loss(torch.arange(40).view(1, 40))
+    assert ran == names, "every one of them runs"
 
 
 def test_the_128_device_step_is_put_together_from_a_slice() -> None:
@@ -83,7 +109,7 @@ def test_the_128_device_step_is_put_together_from_a_slice() -> None:
     kinds = {"linear-attention+dense": (5.0, 0.0), "linear-attention+moe": (14.0, 1.0), "mla+moe": (9.0, 0.0)}
     found = k3_slice.Run(1.0, 0, 0, (1.0,), kinds, 0)
     cluster = k3_slice.load_cluster("h200-128")
-    made = k3_slice.assembled(found, predicted, k3_slice.fused_by(k3_slice.FUSIONS))
+    made = k3_slice.assembled(found, predicted, k3_slice.fused_everywhere(k3_slice.FUSIONS, 93, packed=True))
     assert made.corrections == {"linear-attention+dense": 1.0, "linear-attention+moe": 2.0, "mla+moe": 1.0}
     assert made.modelled_ms < made.step_ms < 2 * made.modelled_ms and made.sources_ms["not_measured"] == 0
     written = line({**k3_slice.assembly_fields(made, cluster), "device": "made up"})

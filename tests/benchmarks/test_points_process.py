@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -60,3 +61,14 @@ def test_a_worker_that_stops_at_its_limit_is_not_started_again(supervised) -> No
     assert cases(list(beside.lines(["a", "last", "b"], 60.0))) == {"a": "step_ms", "last": "step_ms"}
     assert said == []
     assert list(beside.lines(["a"], 0.0)) == [] and "not begun" in said[0]
+
+
+def test_workers_get_the_environment_that_they_are_given(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "print(json.dumps({'case': 'a', 'metrics': {os.environ.get('PYTORCH_CUDA_ALLOC_CONF', 'none'): 1.0}}))\n"
+    )
+    told = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    beside = points_process.Supervised([sys.executable, str(script)], 10.0, print, told)
+    assert cases(list(beside.lines(["a"], 60.0))) == {"a": "expandable_segments:True"}

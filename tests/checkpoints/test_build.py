@@ -49,6 +49,7 @@ def test_structure_is_the_models_and_all_is_on_meta(save_tiny: Any, case: str) -
     ],
 )
 def test_rebuilt_buffers_equal_the_constructors(save_tiny: Any, case: str, rope: dict[str, Any] | None) -> None:
+    """D22."""
     folder, model = save_tiny(case, **({"rope_parameters": rope} if rope else {}))
     meta = build_on_meta(folder, torch.bfloat16)
     names = rebuild_buffers(meta, "cpu")

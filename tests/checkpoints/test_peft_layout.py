@@ -22,7 +22,8 @@ def adapted(save_tiny: Any, case: str, model_type: str, *targets: str) -> tuple[
     """A PEFT model with random B, the base's parameter names, and our targets."""
     _, model = save_tiny(case)
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
-    found = resolve_targets(shapes, LoraSpec(targets=targets, rank=2, alpha="4"), model_type=model_type)
+    spec = LoraSpec(targets=targets, rank=2, alpha="4", allow_router="router" in targets)
+    found = resolve_targets(shapes, spec, model_type=model_type)
     torch.manual_seed(1)
     model = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, **peft_selection(found)))
     for name, value in model.named_parameters():
@@ -36,6 +37,8 @@ CASES = [
     ("mixtral", "mixtral", ("attention", "experts", "head")),
     ("gpt_oss", "gpt_oss", ("experts",)),
     ("t-lora", "qwen3_moe", ("*.experts.down_proj",)),
+    ("t-lora", "qwen3_moe", ("attention", "experts", "router")),
+    ("gpt_oss", "gpt_oss", ("router",)),
     ("t-lora", "qwen3_moe", ("*.layers.1.mlp.experts.gate_up_proj", "q_proj")),
 ]
 

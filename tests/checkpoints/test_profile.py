@@ -286,6 +286,7 @@ def test_unknown_architecture_is_profiled_from_headers(mixtral: tuple[Path, Any]
     assert not profile.transformers_class
     assert profile.parameters == profile_checkpoint(mixtral[0]).parameters
     assert any("not run" in warning for warning in profile.warnings)
+    assert not profile.shape.expert_stacks, "its own code has a module for each expert, as its files have"
 
 
 @pytest.mark.slow

@@ -77,6 +77,23 @@ def test_e4_dropout_on_experts_is_refused(shapes: Shapes) -> None:
     assert resolve(shapes, "attention", dropout=0.05)
 
 
+def test_what_peft_does_not_load_is_no_target() -> None:
+    """A Mamba layer's output projection; any other family's may be called so."""
+    layer = {"model.layers.0.mixer.in_proj.weight": (8, 4), "model.layers.0.mixer.out_proj.weight": (4, 8)}
+    shapes = {**layer, "model.layers.1.mixer.o_proj.weight": (4, 4)}
+    found = {target.parameter for target in resolve(shapes, "all-linear", model_type="nemotron_h")}
+    assert found == set(shapes) - {"model.layers.0.mixer.out_proj.weight"}
+    with pytest.raises(LegalityError, match=r"'out_proj' matches no adaptable parameter; .* in_proj, o_proj"):
+        resolve(shapes, "out_proj", model_type="nemotron_h")
+    assert {target.parameter for target in resolve(shapes, "all-linear", model_type="jamba")} == set(shapes)
+
+
+def test_dropout_on_a_router_is_refused(shapes: Shapes) -> None:
+    with pytest.raises(RecipeError, match=r"router-dropout.*mlp\.gate\.weight"):
+        resolve(shapes, "attention", "router", allow_router=True, dropout="0.1")
+    assert resolve(shapes, "attention", dropout="0.1")
+
+
 def test_one_pair_for_all_experts_of_a_stack(shapes: Shapes) -> None:
     """A pair of the same rank and sizes, counted once; dense targets are what they were."""
     each, shared = resolve(shapes, "attention", "experts"), resolve(shapes, "attention", "experts", experts="shared")

@@ -47,6 +47,14 @@ def test_shipped_expert_products_pass(name: str) -> None:
     check(case for case in cases if case.name.startswith(suite.bench[0].case))
 
 
+def test_the_portable_product_passes() -> None:
+    """Its launches for experts with few rows, gathered and contiguous, over either dim of a stack."""
+    cases = operator("moe_layer").load_suites()[0].gate_cases()
+    portable = [case for case in cases if case.kernel.fn.__name__ == "product_kernel"]
+    assert len(portable) == 4
+    check(portable)
+
+
 def test_a_biased_product_and_a_stack_gradient_pass() -> None:
     """Of the launches with biases on a base that learns, those that no other case compiles."""
     cases = operator("moe_layer").load_suites()[2].gate_cases()

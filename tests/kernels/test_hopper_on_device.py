@@ -21,10 +21,12 @@ from shardwright.kernels.grouped_lora_mlp import configs  # noqa: E402
 from shardwright.kernels.grouped_lora_mlp.contract import Activation, Layout  # noqa: E402
 from shardwright.kernels.grouped_lora_mlp.op import Adapter, grouped_lora_mlp  # noqa: E402
 from shardwright.kernels.grouped_lora_mlp.reference import grouped_lora_mlp_reference  # noqa: E402
+from shardwright.kernels.moe_layer.op import moe_layer  # noqa: E402
 
-E, H, I = 6, 192, 200
-COUNTS = [462, 366, 0, 192, 180, 65]
-"""Two and three tiles, none, one whole, a ragged one, and one row more than a consumer owns."""
+E, H, I = 8, 192, 200
+COUNTS = [462, 366, 0, 192, 180, 65, 20, 96]
+"""Two and three tiles, none, one whole, a ragged one, and one row more than a consumer owns. Last rows of 14, 1, 20 and
+32 lie across."""
 
 
 @pytest.fixture(params=[True, False], ids=["hopper", "portable"])
@@ -100,6 +102,21 @@ def test_biases(hopper: bool, rank: int, order: str, interleaved: bool) -> None:
     pair = None if low is None else (low[0].double(), low[1].double(), low[2])
     truth = grouped_lora_mlp_reference(wide[0], counts, wide[1], wide[2], None, pair, *how, wide[3], wide[4])
     assert float((y.double() - truth).norm() / truth.norm()) < 1.2e-2
+
+
+@pytest.mark.parametrize("rank", [0, 16])
+def test_gathered_rows_have_the_bits_of_contiguous_ones(rank: int) -> None:
+    """Rows past a tile's end are zeros where rows are gathered, and another expert's rows where they are not."""
+    torch.manual_seed(rank + 5)
+    ids = torch.repeat_interleave(torch.arange(E, device="cuda"), torch.tensor(COUNTS, device="cuda"))[:, None]
+    ids = ids[torch.randperm(len(ids), device="cuda")]
+    x, gate_up, down = draw(len(ids), H), draw(E, 2 * I, H) / H**0.5, draw(E, H, I) / I**0.5
+    up = Adapter(draw(E, rank, H) / H**0.5, draw(E, 2 * I, rank), 0.5) if rank else None
+    with tuned.override("grouped_lora_mlp", "way", configs.Way(True)):
+        layer = moe_layer(x, ids, torch.ones_like(ids, dtype=torch.bfloat16), gate_up, down, up=up)
+        order = ids.flatten().argsort(stable=True)
+        rows = grouped_lora_mlp(x[order], torch.tensor(COUNTS, device="cuda"), gate_up, down, up=up)
+    assert float(rows.float().norm()) > 0 and torch.equal(layer[order], rows)
 
 
 def test_same_bits_every_run(hopper: bool) -> None:

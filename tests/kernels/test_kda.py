@@ -60,22 +60,22 @@ def test_floors_of_the_stated_case() -> None:
 
 
 def test_counted_traffic_in_widths() -> None:
-    """What the design moves, in bf16 tensors of [T, H, 128]; memory kept for the backward is the output alone."""
+    """What the design moves, in bf16 tensors of [T, H, 128]; the output and a width of pairs and inverses stay."""
     found = cost(32768, 32, 128, 128, "bfloat16")
     width = 32768 * 32 * 128 * 2
-    assert found.backward is not None and found.saved_bytes == width
+    assert found.backward is not None and found.saved_bytes / width == pytest.approx(2.0, abs=0.05)
     forward, backward = ((p.bytes_read + p.bytes_written) / width for p in (found.forward, found.backward))
-    assert (forward, backward) == pytest.approx((20.0, 54.0), abs=0.5)
+    assert (forward, backward) == pytest.approx((23.1, 50.6), abs=0.2)
 
 
 def test_what_is_kept_saves_traffic_and_launches() -> None:
-    """Some 57 widths in place of 74 for both passes, 3 + 5 launches in place of 3 + 8, for 9 widths of memory."""
+    """Some 58 widths in place of 74 for both passes, 4 + 5 launches in place of 4 + 8, for 8 widths of memory more."""
     plain, kept = (cost(32768, 32, 128, 128, "bfloat16", keep=keep) for keep in (False, True))
     width = 32768 * 32 * 128 * 2
     assert plain.backward is not None and kept.backward is not None
-    assert (plain.total_bytes() / width, kept.total_bytes() / width) == pytest.approx((74.0, 56.5), abs=0.5)
+    assert (plain.total_bytes() / width, kept.total_bytes() / width) == pytest.approx((73.7, 58.2), abs=0.5)
     assert (plain.backward.launches, kept.backward.launches) == (8, 5)
-    assert (kept.saved_bytes - plain.saved_bytes) / width == pytest.approx(9.0, abs=0.1)
+    assert (kept.saved_bytes - plain.saved_bytes) / width == pytest.approx(8.0, abs=0.1)
 
 
 def test_documents_add_their_last_chunks() -> None:

@@ -29,6 +29,7 @@ if INTERPRETED:
     from shardwright.kernels.permute import cases
     from shardwright.kernels.permute.op import combine, gather_rows, route
     from shardwright.kernels.permute.reference import combine_reference, gather_rows_reference, route_reference
+    from shardwright.kernels.permute.tiles import make_tiles
     from shardwright.kernels.verify import verify_case, verify_repeats
 
 
@@ -56,6 +57,29 @@ def test_route_is_the_stable_sort(T: int, K: int, E: int) -> None:
     assert covered == list(range(rows)) and max([b - a for a, b in zip(first, last, strict=True)], default=0) <= 192
     owner = torch.repeat_interleave(torch.arange(E), counts).tolist()
     assert all(owner[a] == e == owner[b - 1] for e, a, b in zip(expert, first, last, strict=True) if a < b)
+    sizes = [b - a for a, b in zip(first, last, strict=True)]
+    assert sum(-(-size // 64) for size in sizes) == int((-(-counts // 64)).sum())
+    assert len(sizes) == int((-(-counts // 192)).sum())
+
+
+@inside
+@pytest.mark.parametrize(("tile_rows", "step"), [(192, 64), (128, 64), (160, 32), (96, 32), (64, 64), (80, 16)])
+def test_tiles_hold_whole_steps(tile_rows: int, step: int) -> None:
+    """At every count around whole tiles and steps: the fewest tiles, none too long, the first the longest, and at most
+    one step that is part empty."""
+    counts = sorted({max(0, n * unit + d) for unit in (tile_rows, step) for n in range(5) for d in (-1, 0, 1)})
+    tiles = make_tiles(torch.tensor(counts, dtype=torch.int32), sum(counts), tile_rows=tile_rows)
+    expert, first, last = (t[: int(tiles.count)].tolist() for t in tiles.lists())
+    begin = 0
+    for e, count in enumerate(counts):
+        cuts = [(a, b) for owner, a, b in zip(expert, first, last, strict=True) if owner == e]
+        sizes = [b - a for a, b in cuts]
+        assert [row for a, b in cuts for row in range(a, b)] == list(range(begin, begin + count))
+        assert len(sizes) == -(-count // tile_rows) and max(sizes, default=0) <= tile_rows
+        assert all(size % step == 0 for size in sizes[:-1])
+        steps = [-(-size // step) for size in sizes]
+        assert steps == sorted(steps, reverse=True) and max(steps, default=0) - min(steps, default=0) <= 1
+        begin += count
 
 
 @inside

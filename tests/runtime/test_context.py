@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from shardwright.kernels.registry import source_sha256
 from shardwright.runtime.batch import MicroBatch, whole_sequences
@@ -254,17 +255,15 @@ def test_what_cut_ranks_saved_is_one_adapter(runs: dict[str, Any]) -> None:
 
 
 def test_what_cannot_be_cut_is_refused_by_name(families: dict[str, Any]) -> None:
-    """Layers with a state of another kind, sparse attention, attention that is not torch's, operators of whole rows."""
+    """Layers with a state of another kind, pools of keys, attention that is not torch's, operators of whole rows."""
     import transformers
 
     place = Place(2, 0, object())  # type: ignore[arg-type]
     config = transformers.NemotronHConfig(**{**SMALL, **GQA, "layers_block_type": ["mamba"], "num_hidden_layers": 1})
     with torch.device("meta"):
         mamba = transformers.NemotronHForCausalLM(config)
-        sparse = transformers.GlmMoeDsaForCausalLM(
-            transformers.GlmMoeDsaConfig(**{**SMALL, **MLA, "num_hidden_layers": 1, "q_lora_rank": 24})
-        )
         plain = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**FAMILIES["qwen3_moe"][1]))
+    sparse = nn.ModuleDict({"attention": PoolIndexer()})
     refused = {"mamba": (mamba, ()), "sparse": (sparse, ()), "operator": (plain, (whole_row_operator(),))}
     found = {}
     for name, (model, fusions) in refused.items():
@@ -272,7 +271,7 @@ def test_what_cannot_be_cut_is_refused_by_name(families: dict[str, Any]) -> None
             cut_sequences(model, place, fusions)
         found[name] = error.value
     assert found["mamba"].code == found["sparse"].code == "legality/context-layer"
-    assert "Mamba2Mixer" in str(found["mamba"]) and "Indexer" in str(found["sparse"])
+    assert "Mamba2Mixer" in str(found["mamba"]) and "PoolIndexer" in str(found["sparse"])
     assert found["operator"].code == "legality/context-fusion" and "dsa" in str(found["operator"])
     inside = ParallelStrategy(mesh=Mesh(shard=2, ep=2, cp=2), reshard_scope="node")
     with pytest.raises(LegalityError, match="groups inside a node"):
@@ -282,7 +281,14 @@ def test_what_cannot_be_cut_is_refused_by_name(families: dict[str, Any]) -> None
         cut_sequences(plain, place, ())
 
 
+class PoolIndexer(nn.Module):
+    """Called as one that scores pools of keys."""
+
+    def forward(self, hidden_states: Any, q_resid: Any, attention_mask: Any, cache: Any) -> None: ...
+
+
 def whole_row_operator() -> FusionDecision:
+    """Sparse attention whose indexer scores pools of keys."""
     return FusionDecision(
         proposal_id="x",
         pattern="dsa",
@@ -291,6 +297,7 @@ def whole_row_operator() -> FusionDecision:
         op="dsa",
         modules=("model.layers.0.self_attn",),
         roles={},
+        constants={"pool": 4},
         source_sha256=source_sha256("dsa"),
         tolerance="0.02",
     )

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from shardwright.checkpoints.config import read_config
 from shardwright.runtime.batches import Batches
 from shardwright.runtime.data import cut, load_sequences
+from shardwright.runtime.records import LOOKED_AT, look
 from shardwright.runtime.texts import read_texts, tokenise
 from shardwright.schemas.errors import RecipeError
 from shardwright.schemas.recipe import DataSpec, Recipe
@@ -70,9 +71,80 @@ def write(path: Path, text: str) -> Path:
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, text: str, code: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        read_texts(write(tmp_path / "data.jsonl", text), SPEC)
-    assert caught.value.code == f"recipe/{code}" and "data.jsonl" in caught.value.where
+    """By the run and, before that, by the first look of a plan."""
+    path = write(tmp_path / "data.jsonl", text)
+    for reader in (read_texts, look):
+        with pytest.raises(RecipeError) as caught:
+            reader(path, SPEC)
+        assert caught.value.code == f"recipe/{code}" and "data.jsonl" in caught.value.where
+
+
+def test_a_wrong_field_is_refused_by_both_names(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", json.dumps({"content": "a", "id": 3}) + "\n")
+    with pytest.raises(RecipeError, match="no text under 'text': the record has 'content', 'id'") as caught:
+        look(path, SPEC)
+    assert caught.value.where == f"{path}:1" and "text_field" in caught.value.next_action
+    with pytest.raises(RecipeError, match="no messages under 'messages': the record has 'content', 'id'"):
+        look(path, SPEC.model_copy(update={"format": "jsonl-messages"}))
+
+
+def test_bytes_that_are_no_text_are_refused_by_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"text": "a"}\n\n{"text": "\xff"}\n')
+    for reader in (read_texts, look):
+        with pytest.raises(RecipeError, match="byte 10 of the line is no UTF-8") as caught:
+            reader(path, SPEC)
+        assert caught.value.where == f"{path}:3"
+
+
+def test_a_first_look_ends_early_but_not_before_a_text(tmp_path: Path) -> None:
+    """What is broken behind the first records is the run's to find; a file whose first texts are empty is not empty."""
+    text, empty = json.dumps({"text": "a"}), json.dumps({"text": ""})
+    look(write(tmp_path / "late.jsonl", "\n".join([text] * LOOKED_AT + ["{broken"])), SPEC)
+    look(write(tmp_path / "filled.jsonl", "\n".join([empty] * (LOOKED_AT + 5) + [text])), SPEC)
+    with pytest.raises(RecipeError, match="bad-record"):
+        look(write(tmp_path / "early.jsonl", "\n".join([text, "{broken"])), SPEC)
+
+
+def test_packed_ids_are_read_as_they_lie(tiny: Any, tmp_path: Path) -> None:
+    config, path = read_config(tiny.checkpoint), tmp_path / "ids.npy"
+    spec = {"train": "a", "held_out": "b", "format": "packed"}
+    recipe = Recipe.model_validate({"data": spec, "batch": {"sequence_tokens": 4}})
+    np.save(path, np.arange(11, dtype=np.uint16))
+    look(path, recipe.data)
+    rows = load_sequences(path, recipe, tiny.checkpoint, config, tmp_path / "cache", 2)
+    assert rows.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and not (tmp_path / "cache").exists()
+    assert Batches(rows, 2, 1, 2, 0).global_batch(1).dtype == torch.int64
+    with pytest.raises(RecipeError, match="packed-borders"):
+        look(path, recipe.data.model_copy(update={"document_mask": True}))
+
+
+@pytest.mark.parametrize(
+    ("ids", "code"),
+    [
+        (np.zeros((2, 2), dtype=np.int64), "bad-record"),
+        (np.zeros(4), "bad-record"),
+        (np.zeros(0, dtype=np.int64), "empty-data"),
+        (np.array([1, -2]), "wrong-tokenizer"),
+        (np.array([1, 1 << 20]), "wrong-tokenizer"),
+        (None, "bad-record"),
+    ],
+)
+def test_packed_ids_that_cannot_be_are_refused(tiny: Any, tmp_path: Path, ids: Any, code: str) -> None:
+    path = write(tmp_path / "ids.npy", "no array")
+    if ids is not None:
+        np.save(path, ids)
+    spec = {"train": "a", "held_out": "b", "format": "packed"}
+    recipe = Recipe.model_validate({"data": spec, "batch": {"sequence_tokens": 1}})
+    with pytest.raises(RecipeError, match=code):
+        load_sequences(path, recipe, tiny.checkpoint, read_config(tiny.checkpoint), tmp_path / "cache", 1)
+
+
+@pytest.mark.parametrize("text", ["version https://git-lfs.github.com/spec/v1\n", "[]", "{}"])
+def test_a_tokenizer_that_is_none_is_refused(tiny: Any, tmp_path: Path, text: str) -> None:
+    write(tmp_path / "tokenizer.json", text)
+    with pytest.raises(RecipeError, match="bad-tokenizer"):
+        tokenise(["a"], tmp_path, read_config(tiny.checkpoint), "here")
 
 
 def test_missing_file_and_other_formats_are_refused(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_two_ranks_hold_route_and_differentiate_experts_rightly(
 def test_grouped_product_equals_dense_autograd(
     sizes: list[int], rank: int, in_out: bool, biased: bool, adapted: str, seed: int
 ) -> None:
-    """fp64: values and all gradients of the plain formula with a merged weight, expert by expert."""
+    """fp64: values and all gradients of the plain formula with a merged weight, expert by expert (D13: empty too)."""
     experts, i, o, scaling = len(sizes), 6, 5, 0.7
     generator = torch.Generator().manual_seed(seed)
 

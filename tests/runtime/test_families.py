@@ -19,6 +19,9 @@ import torch
 
 from shardwright.checkpoints.peft_layout import from_peft, peft_keys, peft_selection, to_peft
 from shardwright.runtime.checks.documents import documents_apart
+from shardwright.runtime.checks.export import check_adapter
+from shardwright.runtime.export.merged import export_merged
+from shardwright.runtime.export.peft import export_adapter
 from shardwright.runtime.lora.inject import adapter_names, adapter_shapes
 from shardwright.runtime.losses import summed_loss
 from shardwright.runtime.reference import add_plain_lora, load_plain
@@ -201,6 +204,46 @@ def test_two_ranks_equal_plain(families: Any, make_job: Any, strategy: Any, on_r
 @pytest.mark.slow
 def test_four_ranks_equal_plain(families: Any, make_job: Any, strategy: Any, on_ranks: Any, tmp_path: Path) -> None:
     run(4, FOUR, families, make_job, strategy, on_ranks, tmp_path)
+
+
+ROUTED_BY = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "llama4")
+"""Softmax and sigmoid, groups, offsets, products in fp32, a router that is a linear itself."""
+
+
+@pytest.mark.slow
+def test_adapted_routers_equal_plain(
+    families: Any, make_job: Any, strategy: Any, on_ranks: Any, tmp_path: Path
+) -> None:
+    """D10, D11, D12: a router's gradient comes from rows that other ranks compute, and is the single process's."""
+    some = {name: families[name] for name in ROUTED_BY if name in families}
+    asked = {"targets": ["attention", "experts", "router"], "allow_router": True}
+    run(2, ({"ep": 2}, {"shard": 2}), some, make_job, strategy, on_ranks, tmp_path, **asked)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_that_can_be_adapted_is_exported(
+    name: str, families: Any, make_job: Any, strategy: Any, single_rank: Any
+) -> None:
+    """Every role of a family in one run: its checks hold, a fresh PEFT loads it, and so does what loads the base."""
+    if name not in families:
+        pytest.skip(f"this transformers has no {name}")
+    example = families[name]
+    for file in ("train.npy", "held_out.npy"):
+        np.save(example.data / file, np.random.default_rng(1).integers(3, 90, 2000).astype(np.uint16))
+    recipe = {
+        "lora": {"targets": ["all-linear", "router", "head"], "allow_router": True},
+        "data": {"train": "train.npy", "held_out": "held_out.npy", "format": "packed"},
+        "batch": {"sequence_tokens": 16},
+        "schedule": {"steps": 2, "held_out_sequences": 2},
+    }
+    job = make_job(example, strategy(checkpointing="full"), recipe=recipe)
+    assert {"attention", "experts", "router", "head"} <= {target.role for target in job.plan.decision.lora_targets}
+    assert single_rank(job) == 0
+    assert [check for check in job.record.checks if not check.passed] == []
+    export_adapter(job.run_dir, example.checkpoint)
+    assert [check for check in check_adapter(job.run_dir, example.checkpoint) if not check.passed] == []
+    facts, _ = export_merged(job.run_dir, example.checkpoint)
+    assert facts.retained_delta == pytest.approx(1, abs=1e-6)
 
 
 SHARING = ("mixtral", "gpt_oss", "nemotron_h", "llama4")

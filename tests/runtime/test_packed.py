@@ -28,6 +28,7 @@ from shardwright.schemas.errors import LegalityError
 def test_kept_packed_trains_what_decoding_at_load_trains(
     packed: Any, make_job: Any, strategy: Any, single_rank: Any, kind: str
 ) -> None:
+    """E10: both ways adapt the experts, and say the same."""
     example = packed(kind)
     fmt = "mxfp4" if kind == "blocks" else kind
     jobs = [make_job(example, strategy(base_format=one)) for one in ("compute", fmt)]

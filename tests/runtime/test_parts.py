@@ -97,7 +97,7 @@ NOISE = torch.Generator().manual_seed(0)
 
 
 def test_recomputation_keeps_the_routing() -> None:
-    """C9: a router that would choose otherwise is held to its first choice; the gradient is the forward's own."""
+    """C9, D21: a router that would choose otherwise is held to its first choice; the gradient is the forward's own."""
     torch.manual_seed(1)
     layer = NoisyRouter()
     checkpoint_layers([layer], LoadMeter())

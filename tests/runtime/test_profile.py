@@ -50,6 +50,20 @@ def test_a_timeline_without_a_step_is_refused(tmp_path: Any) -> None:
         profile.terms(tmp_path)
 
 
+@pytest.mark.parametrize("asked", ["x", "0", "9", "-1", "²"])
+def test_a_step_that_the_run_does_not_have_is_refused(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is loaded, and not by keeping nothing."""
+    monkeypatch.setenv(profile.VARIABLE, asked)
+    with pytest.raises(RunError, match=f"'{asked}'; the recipe has steps 1 to 8"):
+        profile.asked_step(8)
+
+
+@pytest.mark.parametrize(("asked", "step"), [("", None), ("8", 8)])
+def test_the_step_that_is_asked_for(asked: str, step: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(profile.VARIABLE, asked)
+    assert profile.asked_step(8) == step
+
+
 @given(SPANS, SPANS)
 def test_spans_as_sets_of_moments(left: list[tuple[int, int]], right: list[tuple[int, int]]) -> None:
     first, second = ({moment for a, n in part for moment in range(a, a + n)} for part in (left, right))

@@ -12,6 +12,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 RANKS = Path(__file__).resolve().parent / "ranks"
+IDS_BYTES = 8
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +36,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shard", "ep"), [(8, 1), (2, 4)])
-def test_static_and_gathered_bytes_are_the_cost_models(checkpoint: Path, shard: int, ep: int) -> None:
-    words = [sys.executable, str(RANKS / "simulate.py"), str(checkpoint), str(shard), str(ep)]
+@pytest.mark.parametrize(("shard", "ep", "cp"), [(8, 1, 1), (2, 4, 1), (4, 1, 2)])
+def test_static_and_gathered_bytes_are_the_cost_models(checkpoint: Path, shard: int, ep: int, cp: int) -> None:
+    words = [sys.executable, str(RANKS / "simulate.py"), str(checkpoint), str(shard), str(ep), "compute", str(cp)]
     done = subprocess.run(["timeout", "-k", "5", "120", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     model = found["model"]
     static = model["frozen_base"] + model["adapter_parameters"]
     assert found["sharded"] == pytest.approx(static, rel=0.005)
+    assert found["kinds"]["Inputs"] == 64 // cp * IDS_BYTES, "rank 0 runs its own tokens"
     least = model["gathered_root"] + model["gather_buffers"] / 2
     most = model["gathered_root"] + model["gather_buffers"] + max(model["gather_staging"], model["gathered_root"])
     assert 0.95 * least <= found["gathered"] <= 1.05 * most

@@ -81,6 +81,10 @@ def test_gradients_must_follow_tokens() -> None:
     assert not failed.passed
     assert "expert 5 got tokens and no gradient" in failed.evidence
     assert "expert 7 got a gradient without a token" in failed.evidence
+    last = gradients_present({owned.name: owned}, {"x": bad}, unlabelled=1)
+    assert "expert 5" not in last.evidence and "expert 7 got a gradient without a token" in last.evidence
+    bad[5] = 2
+    assert "expert 5 got tokens and no gradient" in gradients_present({owned.name: owned}, {"x": bad}, 1).evidence
 
 
 class Layered(nn.Module):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from shardwright.schemas.bench import BenchLine
 from shardwright.schemas.cluster import Calibration, CurvePoint
 from shardwright.schemas.errors import ClusterError
 from shardwright.schemas.ops import OpCost, PassCost
 from shardwright.search_spaces.catalogue import load_cluster
-from shardwright.search_spaces.cost.compute import Rates, op_time_ms, without_call
+from shardwright.search_spaces.cost.compute import CHAIN_SHARE, HEAD_CHAIN_SHARE, Rates, op_time_ms, without_call
 from shardwright.search_spaces.providers import loss_bytes, provider_cost
 
 H200 = load_cluster("h200-1").device
@@ -136,3 +139,77 @@ def test_attention_under_a_mask_against_64_heads_more() -> None:
     rates = Rates.of(load_cluster("h200-1"), "bfloat16", None)
     heads = 2.0 * 8192**2 * 64 * (192 + 128)
     assert 1e3 * rates.masked_attention_s(heads, 8192.0) == pytest.approx(51.4 - 35.7, rel=0.05)
+
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+
+def eager_ms(case: str, passes: str) -> float:
+    """Device time of the eager rival that a kernel was measured beside, the newest."""
+    lines = [
+        line for path in sorted(RESULTS.glob("kernels-nvidia-h200-*.jsonl")) for line in path.read_text().split("\n")
+    ]
+    found = [BenchLine.model_validate_json(line) for line in lines if line]
+    return [one.metrics["eager_device_ms"] for one in found if (one.case, one.passes) == (case, passes)][-1]
+
+
+@pytest.mark.parametrize(
+    ("case", "op", "shape", "share"),
+    [
+        ("rmsnorm/16kx7168", "rms_norm", {"T": 16384, "H": 7168}, CHAIN_SHARE),
+        ("add-rmsnorm/16kx7168", "add_rms_norm", {"T": 16384, "H": 7168}, CHAIN_SHARE),
+        (
+            "qk-norm-rope/8kx32x4x128",
+            "qk_norm_rope",
+            {"T": 8192, "Q": 32, "K": 4, "D": 128, "W": 128},
+            HEAD_CHAIN_SHARE,
+        ),
+        (
+            "qk-norm-rope/8kx64x8x128-w64",
+            "qk_norm_rope",
+            {"T": 8192, "Q": 64, "K": 8, "D": 128, "W": 64},
+            HEAD_CHAIN_SHARE,
+        ),
+    ],
+)
+def test_eager_chains_take_what_they_took_on_one_h200(
+    case: str, op: str, shape: dict[str, int], share: dict[str, float]
+) -> None:
+    """Each pass within 8 %; the second shape over heads and the norm with a sum gave no constant."""
+    rates, cost = Rates(H200, "bfloat16"), provider_cost(op, "eager", shape, "bfloat16")
+    assert cost.backward is not None
+    forward, both = eager_ms(case, "fwd"), eager_ms(case, "fwd+dx")
+    for one, measured in ((cost.forward, forward), (cost.backward, both - forward)):
+        assert 1e3 * rates.chain_s(one.bytes_read + one.bytes_written, share) == pytest.approx(measured, rel=0.08)
+    assert Rates(CPU, "bfloat16").chain_s(1e9, share) == Rates(CPU, "bfloat16").traffic_s(1e9)
+
+
+def test_an_eager_head_and_loss_reads_its_logits_as_often_as_it_did() -> None:
+    """On one H200 35.8 ms forward and 70.4 with the input's gradient; products at the rate that lasts."""
+    cost = provider_cost("linear_cross_entropy", "eager", {"T": 8192, "H": 7168, "V": 163_840}, "bfloat16")
+    rates, spent = Rates(H200, "bfloat16"), []
+    assert cost.backward is not None
+    for one in (cost.forward, cost.backward):
+        spent.append(1e3 * (rates.gemm_s(one.flops, 0.0, 8192) + rates.traffic_s(one.bytes_read + one.bytes_written)))
+    assert spent[0] == pytest.approx(eager_ms("linear-ce/8k", "fwd"), rel=0.05)
+    assert sum(spent) == pytest.approx(eager_ms("linear-ce/8k", "fwd+dx"), rel=0.05)
+
+
+def test_products_of_a_step_run_at_the_rate_that_lasts() -> None:
+    """The measured one; for a calibration without it the catalogue's; a CPU has no limit of power."""
+    short = Calibration(device="x", versions={}, gemm_flops={"bfloat16": (CurvePoint(size=8192, rate=790e12),)})
+    lasting = short.model_copy(update={"sustained_flops": {"bfloat16": 700e12}})
+    assert Rates(H200, "bfloat16", short).gemm_s(693e12, 0.0, 8192) == pytest.approx(1.0)
+    assert Rates(H200, "bfloat16", lasting).gemm_s(700e12, 0.0, 8192) == pytest.approx(1.0)
+    assert Rates(CPU, "float32", short).gemm_s(790e12, 0.0, 8192) > 1.0
+    slow = short.model_copy(update={"gemm_flops": {"bfloat16": (CurvePoint(size=8192, rate=100e12),)}})
+    assert Rates(H200, "bfloat16", slow).gemm_s(100e12, 0.0, 8192) == pytest.approx(1.0), "no faster than its curve"
+
+
+def test_uneven_groups_take_at_least_what_their_fit_says() -> None:
+    """A curve of equal groups at one width is no promise for narrow experts: 1.37 ms for both products on one H200."""
+    curve = Calibration(device="x", versions={}, grouped_gemm_flops={"bfloat16": (CurvePoint(size=512, rate=690e12),)})
+    flops, moved = 6.0 * 65536 * 2048 * 768, 2.0 * (128 * 3 * 2048 * 768 + 65536 * (2 * 2048 + 3 * 768))
+    rates = Rates(H200, "bfloat16", curve)
+    assert 1e3 * rates.grouped_s(flops, moved, 512.0, library=True) == pytest.approx(1.37, rel=0.06)
+    assert rates.grouped_s(flops, moved, 512.0) == pytest.approx(flops / 690e12)

@@ -37,12 +37,19 @@ def test_a_named_degree_is_legal_at_any_length(build: SimpleNamespace) -> None:
 
 
 def test_what_is_not_proved_is_refused_by_the_kind_of_layer(build: SimpleNamespace) -> None:
-    other = build.qwen3_30b().model_copy(update={"model_type": "another_moe"})
-    assert "attention" in judged(build, plan(), other)["context-layer"]
     kinds = tuple(kind.model_copy(update={"attention": "dsa"}) for kind in build.qwen3_30b().layer_kinds)
-    sparse = build.qwen3_30b().model_copy(update={"layer_kinds": kinds})
-    assert "dsa attention" in judged(build, plan(), sparse)["context-layer"]
-    assert "context-layer" not in judged(build, ParallelStrategy(mesh=Mesh(ep=4, shard=2)), sparse, batch=8)
+    for family, legal in (("another_moe", False), ("glm5_next", False), ("deepseek_v32", True), ("glm_moe_dsa", True)):
+        sparse = build.qwen3_30b().model_copy(update={"layer_kinds": kinds, "model_type": family})
+        found = judged(build, plan(), sparse)
+        assert ("context-layer" in found) != legal and (legal or family in found["context-layer"])
+        assert "context-layer" not in judged(build, ParallelStrategy(mesh=Mesh(ep=4, shard=2)), sparse, batch=8)
+
+
+def test_a_kind_of_attention_without_a_proof_is_refused(
+    build: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(executable.CONTEXT_ATTENTION, "full")
+    assert "full attention" in judged(build, plan())["context-layer"]
 
 
 def test_recipes_that_need_whole_sequences_are_refused(build: SimpleNamespace) -> None:
@@ -93,5 +100,5 @@ def test_what_may_be_cut_names_a_test_that_exists() -> None:
     for proof in {*executable.CONTEXT_ATTENTION.values(), *executable.CONTEXT_FAMILIES.values()}:
         file, _, name = proof.partition("::")
         assert f"def {name}(" in (TESTS.parent / file).read_text(), proof
-    families = next(iter(executable.CONTEXT_FAMILIES.values())).partition("::")[0]
-    assert all(f'"{family}"' in (TESTS.parent / families).read_text() for family in executable.CONTEXT_FAMILIES)
+    for family, proof in executable.CONTEXT_FAMILIES.items():
+        assert f'"{family}"' in (TESTS.parent / proof.partition("::")[0]).read_text(), family

@@ -62,11 +62,14 @@ def test_delta_rule_passes_states_whose_size_no_sequence_changes(k3: SimpleNames
 
 
 def test_latent_attention_gathers_576_values_a_token(k3: SimpleNamespace) -> None:
-    """1.2 GB of a million tokens at any degree, where expanded keys and values would be 64 GB."""
+    """1.2 GB of a million tokens at any degree, where expanded keys and values would be 64 GB.
+
+    Backward gathers them again and sums their gradient in fp32 (``runtime/context_gathered.py``).
+    """
     plans, tokens = columns(k3, 8, 32)
     forward, backward = context.exchanged_bytes(k3.work, of_kind(k3, "mla"), plans, tokens)
     assert forward.tolist() == [2 * S * (LATENT + ROPE)] * 2
-    assert np.array_equal(backward, 2 * forward)
+    assert backward.tolist() == [(2 + 4) * S * (LATENT + ROPE)] * 2
 
 
 def test_what_a_cut_sequence_computes_besides(k3: SimpleNamespace) -> None:
@@ -92,13 +95,13 @@ def test_what_a_rank_holds(k3: SimpleNamespace) -> None:
 
 
 def test_plain_attention_gathers_keys_and_values(build: SimpleNamespace) -> None:
-    """Qwen3-30B: keys and values of 4 heads × 128, and their gradient in fp32."""
+    """Qwen3-30B: keys and values of 4 heads × 128; in backward again, and their gradient in fp32."""
     profile, recipe = build.qwen3_30b(), build.recipe_of(batch=8, tokens=4096)
     work = workload(profile, recipe, ())
     plans = plans_of([ParallelStrategy(mesh=Mesh(shard=4, cp=2))], profile)
     layer, tokens = work.layers[0], plans.tokens(4096)
     forward, backward = context.exchanged_bytes(work, layer, plans, tokens)
-    assert forward.tolist() == [2 * 2 * 4096 * 512] and backward.tolist() == [4 * 2 * 4096 * 512]
+    assert forward.tolist() == [2 * 2 * 4096 * 512] and backward.tolist() == [(2 + 4) * 2 * 4096 * 512]
     assert context.held_bytes(work, layer, plans, tokens).tolist() == [(2 + 4) * 2 * 4096 * 512]
     assert [flops.tolist() for flops in context.further_flops(work, layer, plans, tokens)] == [[0.0], [0.0]]
 
@@ -129,7 +132,7 @@ def test_half_the_tokens_a_rank_cost_half_the_attention(k3: SimpleNamespace) -> 
 
 
 def test_layers_with_states_may_be_cut(k3: SimpleNamespace) -> None:
-    """Legal, run, and refused where the sequence does not divide or keys are chosen out of the whole of it."""
+    """Legal, run, with chosen keys too, and refused where the sequence does not divide."""
     cluster = load_cluster("h200-128")
     assert violations(k3.model, k3.recipe, cluster, plan(32), explore=True) == ()
     assert violations(k3.model, k3.recipe, cluster, plan(32)) == ()
@@ -137,8 +140,7 @@ def test_layers_with_states_may_be_cut(k3: SimpleNamespace) -> None:
         kind.model_copy(update={"attention": "dsa"}) if kind.attention == "mla" else kind
         for kind in k3.model.layer_kinds
     )
-    refused = violations(k3.model.model_copy(update={"layer_kinds": kinds}), k3.recipe, cluster, plan(32))
-    assert {one.rule for one in refused} == {"context-layer"} and "dsa" in refused[0].message
+    assert violations(k3.model.model_copy(update={"layer_kinds": kinds}), k3.recipe, cluster, plan(32)) == ()
     odd = recipe_for(batch=4, tokens=S + 2)
     rules = {one.rule for one in violations(k3.model, odd, cluster, plan(32), explore=True)}
     assert "sequence-divides" in rules

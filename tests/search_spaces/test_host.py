@@ -73,6 +73,19 @@ def test_units_are_gathered_twice_and_reduced_once(build: SimpleNamespace) -> No
     assert alone[0] == alone[1]
 
 
+def test_experts_that_are_cut_are_a_unit_of_their_own(build: SimpleNamespace) -> None:
+    """Beside the layer's unit a gather in each pass and a reduction, ten kernels each; under ep 2 none."""
+    from shardwright.search_spaces.cost import host
+
+    found = {}
+    for mesh in (Mesh(shard=2), Mesh(ep=2)):
+        counted = part(step(build, 1e-3, tokens=256, mesh=mesh), "launch")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(host, "EXPERT_UNIT_LAUNCHES", 0)
+            found[mesh] = counted - part(step(build, 1e-3, tokens=256, mesh=mesh), "launch")
+    assert found[Mesh(shard=2)] == pytest.approx(3 * 10 * LAYERS, rel=1e-3) and found[Mesh(ep=2)] == 0
+
+
 def test_exchanges_run_while_the_device_waits_for_the_host(build: SimpleNamespace) -> None:
     slow, prompt = (step(build, s, tokens=256, mesh=Mesh(ep=2)) for s in (1e-3, 0.0))
     assert part(slow, "expert_all_to_all") == 0 and part(slow, "expert_all_to_all_hidden") > 0

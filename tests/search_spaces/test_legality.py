@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwright.schemas.cluster import ClusterSpec
-from shardwright.schemas.profile import Packing
+from shardwright.schemas.profile import CheckpointProfile, Packing
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces import executable
 from shardwright.search_spaces.axes.ep import uneven_shares
@@ -188,9 +188,7 @@ def test_divisors() -> None:
 
 def test_packed_experts_may_be_cut_over_shard(build: SimpleNamespace) -> None:
     """In the format that the files have, at any degree; another format is named."""
-    profile = build.tiny(8).model_copy(
-        update={"packing": (Packing(format="mxfp4", tensors=8, stored_bytes=64, logical_parameters=64),)}
-    )
+    profile = _stored_as("mxfp4", build.tiny(8, hidden=64, width=128))
     recipe, cluster = build.recipe_of(batch=8, base="bfloat16"), build.cluster_of("h200-8")
 
     def rules(shard: int, base_format: str) -> set[str]:
@@ -199,3 +197,30 @@ def test_packed_experts_may_be_cut_over_shard(build: SimpleNamespace) -> None:
 
     assert all("base-format-is-stored" not in rules(shard, "mxfp4") for shard in (1, 2, 8))
     assert "base-format-is-stored" in rules(2, "fp8")
+
+
+@pytest.mark.parametrize(
+    ("stored", "kept", "hidden", "width", "legal"),
+    [
+        ("mxfp4", "mxfp4", 64, 64, True),
+        ("mxfp4", "mxfp4", 64, 96, False),
+        ("mxfp4", "mxfp4", 96, 64, False),
+        ("fp8-block", "fp8", 128, 256, True),
+        ("fp8-block", "fp8", 128, 192, False),
+        ("int4-group", "int4", 32, 96, True),
+    ],
+)
+def test_experts_stay_packed_in_whole_blocks_only(
+    build: SimpleNamespace, stored: str, kept: str, hidden: int, width: int, legal: bool
+) -> None:
+    """Two scale groups of MXFP4 share bytes, an fp8 block is 128 wide: other widths are decoded at load."""
+    profile = _stored_as(stored, build.tiny(8, hidden=hidden, width=width))
+    recipe, cluster = build.recipe_of(batch=8, base="bfloat16"), build.cluster_of("h200-8")
+    strategy = ParallelStrategy(mesh=Mesh(shard=8), base_format=kept)
+    rules = {one.rule for one in violations(profile, recipe, cluster, strategy)}
+    assert ("base-format-is-stored" not in rules) == legal
+
+
+def _stored_as(stored: str, profile: CheckpointProfile) -> CheckpointProfile:
+    packing = Packing(format=stored, tensors=8, stored_bytes=64, logical_parameters=64)
+    return profile.model_copy(update={"packing": (packing,)})

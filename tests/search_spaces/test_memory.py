@@ -211,7 +211,16 @@ def test_reserve_counts_the_communicators_a_plan_makes(build: SimpleNamespace) -
 
     one, two = reserve(Mesh(ep=8)), reserve(Mesh(shard=2, ep=4))
     assert sizes(two)["runtime_reserve"] - sizes(one)["runtime_reserve"] == 375_000_000
-    assert one.reserved_bytes == pytest.approx(one.peak_bytes * 1.05 + sizes(one)["runtime_reserve"], abs=2)
+    assert one.reserved_bytes == pytest.approx(one.peak_bytes * 1.02 + sizes(one)["runtime_reserve"], abs=2)
+
+
+def test_an_allocator_with_blocks_of_fixed_size_holds_more(build: SimpleNamespace) -> None:
+    """What is reserved beyond the peak: 2 % where segments grow, 5 % on a device whose allocator lacks them."""
+    cluster = build.cluster_of("h200-1")
+    other = cluster.model_copy(update={"device": cluster.device.model_copy(update={"type": "npu"})})
+    for here, slack in ((cluster, 1.02), (other, 1.05)):
+        found = estimate(build.qwen3_30b(), build.recipe_of(batch=1), here, ParallelStrategy(mesh=Mesh()), ()).memory
+        assert found.reserved_bytes == pytest.approx(found.peak_bytes * slack + 750_000_000, rel=1e-6)
 
 
 def test_the_peak_is_the_fullest_moment(build: SimpleNamespace) -> None:

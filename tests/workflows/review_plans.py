@@ -8,7 +8,7 @@ from shardwright.schemas.fusion import FusionProposal, RegionNode
 from shardwright.schemas.plan import AdaptationPlan, DataPin
 from shardwright.schemas.recipe import BatchSpec, DataSpec, Recipe
 from shardwright.workflows.nodes.propose import gate
-from shardwright.workflows.planning import Inputs, assemble, join
+from shardwright.workflows.planning import Inputs, assemble, certify
 
 EVIL = '<script>window.pwned=1</script><img src=x onerror="window.pwned=1">{{7*7}}\'"'
 
@@ -64,7 +64,7 @@ def plan_of(proposals: tuple[FusionProposal, ...], evil: str = "") -> Adaptation
     )
     found, cluster, stages = fakes.searched(), fakes.cluster_spec(), fakes.fake_stages()
     gated = tuple(map(gate, proposals))
-    joined = join(stages, fakes.profile(), recipe, cluster, (fakes.target(),), gated, found.best)
+    joined = certify(stages, fakes.profile(), recipe, cluster, (fakes.target(),), gated, found.best)
     pins = DataPin(train_sha256=fakes.H, held_out_sha256=fakes.H)
     inputs = Inputs(
         fakes.profile(), recipe, cluster, fakes.cluster_ref(cluster), (fakes.target(),), pins, fakes.structured().graph

@@ -227,6 +227,8 @@ def test_cluster_files_are_written_and_load(cli, tmp_path) -> None:
     spec = load_cluster(str(tmp_path / "cluster.yaml"))
     assert spec.world_size == 2 and "assumed" in " ".join(spec.device.sources.values())
     assert cli("cluster", "init", tmp_path).code == 2  # would overwrite
+    (tmp_path / "cluster.yaml").unlink()
+    assert cli("cluster", "init", tmp_path).code == 2 and not (tmp_path / "cluster.yaml").exists()
     assert "devices_per_node" in cli("cluster", "detect").out
 
 

@@ -64,12 +64,12 @@ def _PLAN() -> AdaptationPlan:
     from shardwright.schemas.plan import DataPin
     from shardwright.schemas.recipe import DataSpec, Recipe
     from shardwright.workflows.nodes.propose import gate
-    from shardwright.workflows.planning import Inputs, assemble, join
+    from shardwright.workflows.planning import Inputs, assemble, certify
 
     recipe = Recipe(data=DataSpec(train="a", held_out="b"))
     found, cluster, structure = fakes.searched(), fakes.cluster_spec(), fakes.structured()
     stages, proposals = fakes.fake_stages(), tuple(map(gate, structure.proposals))
-    joined = join(stages, fakes.profile(), recipe, cluster, (fakes.target(),), proposals, found.best)
+    joined = certify(stages, fakes.profile(), recipe, cluster, (fakes.target(),), proposals, found.best)
     pins = DataPin(train_sha256=fakes.H, held_out_sha256=fakes.H)
     inputs = Inputs(
         fakes.profile(), recipe, cluster, fakes.cluster_ref(cluster), (fakes.target(),), pins, structure.graph

@@ -11,7 +11,7 @@ import workflow_fakes as fakes
 from shardwright.schemas.plan import AdaptationPlan, load_plan, parse_plan
 from shardwright.workflows.edits import edit_axes, reject_proposal
 from shardwright.workflows.nodes.propose import gate
-from shardwright.workflows.planning import join
+from shardwright.workflows.planning import certify
 from shardwright.workflows.report.html import html_plan
 from shardwright.workflows.report.plan_content import as_rivals, on_front, with_fusions
 from shardwright.workflows.review.session import ReviewSession
@@ -38,7 +38,7 @@ STAGES = fakes.fake_stages(estimate=estimate)
 def plan() -> AdaptationPlan:
     bare = review_plans.plan_of(PROPOSALS)
     evidence, decision = bare.evidence, bare.decision
-    joined = join(
+    joined = certify(
         STAGES, evidence.profile, decision.recipe, evidence.cluster, decision.lora_targets, PROPOSALS, decision.strategy
     )
     return AdaptationPlan.seal(

@@ -51,8 +51,10 @@ def init(
     force: ForceOption = False,
 ) -> None:
     """Write cluster.yaml for this machine and a commented recipe.yaml."""
-    from shardwright.workflows.detect import cluster_yaml, recipe_yaml, write_new
+    from shardwright.workflows.detect import cluster_yaml, recipe_yaml, refuse_existing, write_new
 
-    for name, text in (("cluster.yaml", cluster_yaml(ranks)), ("recipe.yaml", recipe_yaml())):
-        write_new(folder / name, text, force)
-        note(f"wrote {folder / name}")
+    files = {folder / "cluster.yaml": cluster_yaml(ranks), folder / "recipe.yaml": recipe_yaml()}
+    refuse_existing(files, force)
+    for path, text in files.items():
+        write_new(path, text, force)
+        note(f"wrote {path}")

@@ -42,11 +42,13 @@ def run(context: Context, state: AdaptState) -> Output:
 
 
 def pin_data(recipe: Recipe, root: Path) -> DataPin:
-    """Hash both data files.
+    """Look into both data files and hash them.
 
     Raises:
-        RecipeError: ``missing-data`` or ``empty-data``, naming the file.
+        RecipeError: ``missing-data`` or ``empty-data``, naming the file; what a first look finds wrong.
     """
+    from shardwright.runtime.records import look
+
     hashes = {}
     for field in ("train", "held_out"):
         path = root / getattr(recipe.data, field)
@@ -64,6 +66,7 @@ def pin_data(recipe: Recipe, root: Path) -> DataPin:
                 where=str(path),
                 next_action=f"put at least one document into it, or name another file in data.{field}",
             )
+        look(path, recipe.data)
         hashes[f"{field}_sha256"] = sha256_file(path)
     return DataPin(**hashes)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from shardwright.kernels import interpreter
 
@@ -103,6 +104,17 @@ def test_saturated_gates_zero_betas_and_repeated_keys() -> None:
     assert not ours["dbeta"].any() and all(bool(t.isfinite().all()) for t in ours.values())
 
 
+@pytest.mark.parametrize("gate", ["bounded", "softplus"])
+def test_queries_and_keys_of_any_length(gate: str) -> None:
+    """Norms from 1e-4 to 1e5 beside each other, in one block of a chunk and over its blocks."""
+    shape = {"T": 40, "H": 1, "K": 64, "V": 64}
+    base = drawn(shape, torch.float32)
+    lengths = 10.0 ** torch.linspace(-5, 4, 40).roll(7)[None, :, None, None]
+    found = errors(drawn(shape, torch.float32, q=base[0] * lengths, k=base[1] * lengths), gate=gate)
+    dA_log = found.pop("dA_log")  # one number, a sum of all decays' gradients that cancels
+    assert max(found.values()) < 3e-5 and dA_log < 1e-3, (found, dA_log)
+
+
 def test_given_decays_and_betas_of_zero() -> None:
     """Decays and betas from outside; a beta of 0 still has its gradient; decays of any size stay finite."""
     shape = {"T": 66, "H": 1, "K": 64, "V": 64}
@@ -157,18 +169,32 @@ def test_tables_follow_values_not_addresses() -> None:
 
 
 def test_tracers_see_one_node_with_the_same_bits() -> None:
-    """The registered operator gives what the short way gives; fake tensors give its shapes; sums have stride 0."""
+    """The registered operator gives what the short way gives, checkpointed or not; gradients of sums have stride 0."""
     shape = {"T": 9, "H": 1, "K": 64, "V": 64}
     given = drawn(shape, torch.float32)
-    short, traced = ([t.clone().requires_grad_() for t in given] for _ in range(2))
+    short, traced, again = ([t.clone().requires_grad_() for t in given] for _ in range(3))
     kda(*short)[0].sum().backward()
-    o, _ = torch.ops.shardwright.kda_forward(*traced, [], "bounded", -5.0, True)
-    o.sum().backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(short, traced, strict=True))
+
+    def node(*tensors: Tensor) -> Tensor:
+        return torch.ops.shardwright.kda_forward(*tensors, [], "bounded", -5.0, True, True)[0]
+
+    node(*traced).sum().backward()
+    checkpoint(node, *again, use_reentrant=False).sum().backward()
+    for a, b, c in zip(short, traced, again, strict=True):
+        assert torch.equal(a.grad, b.grad) and torch.equal(a.grad, c.grad)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_fake_tensors_have_the_shapes_of_real_ones(learns: bool) -> None:
+    """All results of the registered operator, two documents, one of them empty."""
+    given = drawn({"T": 9, "H": 1, "HV": 2, "K": 64, "V": 64, "docs": 3}, torch.bfloat16)
+    settings = ([0, 5, 5, 9], "bounded", -5.0, True, learns)
+    real = torch.ops.shardwright.kda_forward(*given, *settings)
     with FakeTensorMode() as mode:
-        fake = [mode.from_tensor(t) for t in given]
-        o, final = kda(*fake, output_final_state=True)
-    assert o.shape == given[2].shape and final is not None and final.shape == given[7].shape
+        fake = torch.ops.shardwright.kda_forward(*[mode.from_tensor(t) for t in given], *settings)
+        o, final = kda(*[mode.from_tensor(t) for t in given], cu_seqlens=[0, 5, 5, 9], output_final_state=True)
+    assert [(t.shape, t.dtype) for t in fake] == [(t.shape, t.dtype) for t in real]
+    assert final is not None and (o.shape, final.shape) == (real[0].shape, real[1].shape)
 
 
 def mild(T: int, docs: int = 1) -> list[Tensor]:

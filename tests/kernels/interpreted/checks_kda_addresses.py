@@ -145,8 +145,9 @@ def test_documents_of_any_length(kind: str, bounds: tuple[int, ...]) -> None:
     given = drawn(make, bounds, torch.bfloat16, HV=heads)
     found = same_as_unguarded(op, given, cu_seqlens=bounds, output_final_state=True)
     expected = {"kda_scan_kernel", "kda_reverse_kernel", "kda_values_kernel"}
-    own = {"gate", "prepare", "keys"}
-    assert found.launched == expected | {f"{'scalar' if kind == 'scalar' else 'kda'}_{name}_kernel" for name in own}
+    own = {"scalar": ("gate", "prepare", "keys"), "kda": ("gate", "pairs", "widths", "keys")}
+    name = "scalar" if kind == "scalar" else "kda"
+    assert found.launched == expected | {f"{name}_{one}_kernel" for one in own[name]}
 
 
 def test_softplus_and_rows_of_a_batch() -> None:
@@ -156,7 +157,8 @@ def test_softplus_and_rows_of_a_batch() -> None:
 
 
 VARIANTS: dict[str, tuple[Tile, ...]] = {
-    "prepare": (Tile(64, 64, 4, 1),),
+    "pairs": (Tile(32, 0, 1, 2),),
+    "widths": (Tile(32, 32, 4, 1),),
     "values": (Tile(64, 32, 4, 1), Tile(64, 16, 4, 1)),
     "keys": (Tile(16, 32, 4, 1), Tile(64, 64, 8, 1)),
     "scan": (Tile(64, 32, 4, 2),),

@@ -23,6 +23,7 @@ from shardwright.runtime.device import open_device
 from shardwright.runtime.experts.module import LoraExperts
 from shardwright.runtime.experts.packed import SCALES, VALUES, packed_names
 from shardwright.runtime.lora.init import initial_box
+from shardwright.runtime.lora.inject import adapter_names
 from shardwright.runtime.losses import summed_loss
 from shardwright.runtime.mesh import Ranks, open_mesh
 from shardwright.runtime.optimizer import AdapterOptimizer
@@ -140,6 +141,7 @@ def check(name: str, plan: AdaptationPlan, folder: Path, ranks: Ranks) -> str:
     plain_loss, plain = reference(name, plan, folder, shapes)
     assert abs(float(total) - plain_loss) < 1e-5, (name, float(total), plain_loss)
     squares, worst = 0.0, 0.0
+    routers = {one for target in plan.decision.lora_targets if target.role == "router" for one in adapter_names(target)}
     stacks = [target for target in plan.decision.lora_targets if target.kind == "experts"]
     assert sum(owned.expert for owned in live.adapters.values()) == 2 * sum(not one.shared for one in stacks), name
     for adapter, owned in live.adapters.items():
@@ -154,8 +156,9 @@ def check(name: str, plan: AdaptationPlan, folder: Path, ranks: Ranks) -> str:
         assert error < 1e-5, (name, adapter, error)
         worst = max(worst, error)
         squares += float(theirs.double().square().sum())
-        if owned.expert:
+        if owned.expert or adapter in routers:
             assert float(theirs.abs().max()) > 1e-6, (name, adapter)
+        if owned.expert:
             idle = loads[adapter.rpartition(".")[0]] == 0
             assert not bool(ours[idle].any()), (name, adapter)
     norm = optimizer.global_norm(optimizer.gradients())

@@ -1,4 +1,4 @@
-"""Rank 0 of a mesh on fake tensors: ``simulate.py CHECKPOINT SHARD EP [FORMAT]`` prints bytes, and the cost model's."""
+"""Rank 0 of a mesh on fake tensors, and the cost model's bytes: ``simulate.py CHECKPOINT SHARD EP [FORMAT [CP]]``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwright.search_spaces.cost import estimate
 def main() -> None:
     folder, shard, ep = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     base_format = sys.argv[4] if len(sys.argv) > 4 else "compute"
-    mesh = Mesh(shard=shard, ep=ep)
+    mesh = Mesh(shard=shard, ep=ep, cp=int(sys.argv[5]) if len(sys.argv) > 5 else 1)
     recipe = Recipe(
         data=DataSpec(train="train.jsonl", held_out="held_out.jsonl"),
         batch=BatchSpec(sequence_tokens=64, global_batch_sequences=mesh.data_ranks),
