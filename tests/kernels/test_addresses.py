@@ -6,6 +6,7 @@ Reads the intermediate code of every shipped launch; needs no device and no memo
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -51,34 +52,76 @@ LINE = re.compile(r"^\s*(%\w+)(?::\d+)? = \"?([\w.]+)\"?\(?\s*(.*)$")
 PASSING = ("tt.splat", "tt.broadcast", "tt.expand_dims", "arith.addi", "arith.select", "arith.extsi", "tt.reshape")
 
 
+HEAD = re.compile(r"@(\"[^\"]+\"|[\w.$]+)\((.*)")
+Values = dict[str, tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Function:
+    """One function of a module: its parameters in order, and what makes each of its values."""
+
+    name: str
+    parameters: tuple[str, ...]
+    made: Values
+
+    @staticmethod
+    def of(text: str) -> Function:
+        first, *lines = text.splitlines()
+        head = HEAD.search(first)
+        assert head is not None, first
+        parameters = tuple(re.findall(r"(%\w+): ", head[2].split(") attributes")[0]))
+        return Function(head[1], parameters, {m[1]: (m[2], m[3]) for line in lines if (m := LINE.match(line))})
+
+
+def used(rest: str) -> list[str]:
+    """Names of the values that an operation reads."""
+    return re.findall(r"%\w+", rest.split(" : ")[0])
+
+
+class Module:
+    """Triton's code of one launch, read for the offsets of its addresses."""
+
+    def __init__(self, code: str) -> None:
+        self.functions = [Function.of(text) for text in code.split("tt.func")[1:]]
+
+    def fixed(self, function: Function, name: str) -> bool:
+        """Whether a value is bounded at compile time: constants, a tile's own range, and a parameter that every call
+        gives such a value."""
+        kind, rest = function.made.get(name, ("", ""))
+        if kind in ("arith.constant", "tt.make_range"):
+            return True
+        if name in function.parameters:
+            calls = self.calls(function, function.parameters.index(name))
+            return bool(calls) and all(self.fixed(caller, given) for caller, given in calls)
+        inner = used(rest)
+        return kind in PASSING and bool(inner) and all(self.fixed(function, one) for one in inner)
+
+    def calls(self, function: Function, place: int) -> list[tuple[Function, str]]:
+        """(caller, what it gives) for one parameter of a function."""
+        return [
+            (caller, used(rest)[place])
+            for caller in self.functions
+            for kind, rest in caller.made.values()
+            if kind == "tt.call" and (head := HEAD.search(rest)) is not None and head[1] == function.name
+        ]
+
+    def narrow(self, function: Function, name: str) -> bool:
+        kind, rest = function.made.get(name, ("", ""))
+        if kind == "arith.muli":
+            wraps = re.search(r"\bi32\b|xi32>", rest) is not None
+            return wraps and not any(self.fixed(function, one) for one in used(rest))
+        return kind in PASSING and any(self.narrow(function, one) for one in used(rest))
+
+
 def narrow_products(code: str) -> list[str]:
-    """Address computations whose offset contains a 32-bit product of two values known only at run time.
-
-    A tile's own range counts as known: it ends at a compile-time bound.
-    """
-    found = []
-    for function in code.split("tt.func")[1:]:
-        made = {m[1]: (m[2], m[3]) for line in function.splitlines() if (m := LINE.match(line))}
-        constant = {name for name, (kind, _) in made.items() if kind in ("arith.constant", "tt.make_range")}
-
-        def fixed(name: str, made: dict[str, tuple[str, str]] = made, constant: set[str] = constant) -> bool:
-            kind, rest = made.get(name, ("", ""))
-            inner = re.findall(r"%\w+", rest.split(" : ")[0])
-            return name in constant or (kind in PASSING and bool(inner) and all(fixed(n) for n in inner))
-
-        def narrow(name: str, made: dict[str, tuple[str, str]] = made) -> bool:
-            kind, rest = made.get(name, ("", ""))
-            inner = re.findall(r"%\w+", rest.split(" : ")[0])
-            if kind == "arith.muli":
-                return bool(re.search(r"\bi32\b|xi32>", rest)) and not any(fixed(n) for n in inner)
-            return kind in PASSING and any(narrow(n) for n in inner)
-
-        for name, (kind, rest) in made.items():
-            if kind == "tt.addptr":
-                offset = re.findall(r"%\w+", rest.split(" : ")[0])[1]
-                if narrow(offset):
-                    found.append(f"{name} = {kind} {rest}")
-    return found
+    """Address computations whose offset contains a 32-bit product of two values known only at run time."""
+    module = Module(code)
+    return [
+        f"{name} = {kind} {rest}"
+        for function in module.functions
+        for name, (kind, rest) in function.made.items()
+        if kind == "tt.addptr" and module.narrow(function, used(rest)[1])
+    ]
 
 
 @triton.jit
@@ -86,6 +129,28 @@ def wrapping_kernel(x_ptr, y_ptr, H, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     tl.store(y_ptr + row * H + at, tl.load(x_ptr + tl.cast(row, tl.int64) * H + at))
+
+
+@triton.jit
+def row_of(x_ptr, row, H, at):
+    return tl.load(x_ptr + row * H + at)
+
+
+@triton.jit
+def calling_kernel(x_ptr, y_ptr, H, BLOCK: tl.constexpr, WRAPS: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    found = row_of(x_ptr, 16 + at, H, at)
+    if WRAPS:
+        found += row_of(x_ptr, tl.program_id(0) + at, H, at)
+    tl.store(y_ptr + at, found)
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_function_is_judged_by_what_its_calls_give(wraps: bool) -> None:
+    """A tile's own rows bound a product; one call with a number of the grid does not."""
+    types = {"x_ptr": "*bf16", "y_ptr": "*bf16", "H": "i32"}
+    case = CompileCase("calling", calling_kernel, types, {"BLOCK": 64, "WRAPS": wraps}, (), 4)
+    assert bool(narrow_products(intermediate(case))) == wraps
 
 
 def test_the_reader_finds_a_product_that_wraps() -> None:
