@@ -9,23 +9,18 @@ Legend: N rows grouped by expert, L local experts, i in features, o out features
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoints.conversion import Box, Piece, intersect
-from shardwright.checkpoints.layouts import ExpertLayout
 from shardwright.checkpoints.names import NameMap
-from shardwright.checkpoints.reader import ShardReader
 from shardwright.kernels.packed_experts.reference import dequantise_reference
-from shardwright.kernels.packed_experts.storage import PackedStack, fp8_stack, mxfp4_stack
+from shardwright.kernels.packed_experts.storage import PackedStack
 from shardwright.runtime.experts.grouped import rows_product
-from shardwright.runtime.experts.int4 import FORMAT, SCALE_DIM, Int4, Int4Stack, empty_stack, int4_of, load_int4
-from shardwright.runtime.experts.placement import Slots, runs_of
-from shardwright.runtime.load.decode import GROUP, fp8_codes, mxfp4_codes
-from shardwright.schemas.errors import CheckFailed, CheckpointError, LegalityError
+from shardwright.runtime.experts.int4 import FORMAT, SCALE_DIM, Int4, Int4Stack, empty_stack, int4_of
+from shardwright.runtime.load.decode import GROUP
+from shardwright.schemas.errors import LegalityError
 
 Packing = Literal["mxfp4", "fp8"] | Int4
 Stack = PackedStack | Int4Stack
@@ -127,76 +122,6 @@ def cut_dims(module: Any, shards: int) -> dict[nn.Parameter, int]:
     return found
 
 
-def load_stack(
-    held: Stack,
-    experts: Slots,
-    rows: tuple[int, int],
-    name: str,
-    reader: ShardReader,
-    names: NameMap,
-    layout: ExpertLayout,
-) -> None:
-    """Fill this rank's part of a packed stack, bit for bit; only its bytes are read.
-
-    Args:
-        held: values and scales as this rank keeps them, [l, n, K].
-        experts: number of each of the l experts.
-        rows: first and last of the n rows in the whole matrix [o, i].
-        name: full name of the stack.
-
-    Raises:
-        CheckpointError: ``packed-layout`` where a file tensor does not hold whole blocks in rows of out × in.
-        CheckFailed: ``nan-weights``.
-    """
-    L, N, K = held.shape
-    in_out = layout.order == "in_out"
-    if isinstance(held, Int4Stack):
-        load_int4(held, experts, rows, name, reader, names, in_out)
-        _require_finite(name, bool(torch.isfinite(held.scales).all()), names)
-        return
-    matrix = ((0, K), rows) if in_out else (rows, (0, K))
-    mxfp4 = held.kind == "mxfp4"
-    values = torch.empty((L, N, K // 2) if mxfp4 else (L, N, K), dtype=torch.uint8)
-    scales = torch.empty(
-        (L, N, K // GROUP) if mxfp4 else (L, N // BLOCK, K // BLOCK), dtype=torch.uint8 if mxfp4 else torch.float32
-    )
-    row, column = (2, 1) if in_out else (1, 2)
-    boxes: list[tuple[int, Box]] = [(place, ((first, stop), *matrix)) for place, first, stop in runs_of(experts)]
-    for (place, box), whole in itertools.product(boxes, names.pieces(name)):
-        piece = intersect(whole, box)
-        if piece is None:
-            continue
-        logical = names.logical(piece.tensor)
-        last = len(logical.shape) - 1
-        step = GROUP if mxfp4 else BLOCK
-        edges = [*piece.source[last], *(() if mxfp4 else (*piece.source[last - 1], *piece.target[row]))]
-        odd = [edge for edge in edges if edge % step]
-        if piece.axes[row] != last - 1 or piece.axes[column] != last or odd or piece.target[column] != (0, K):
-            raise _layout(name, piece)
-        if not mxfp4 and logical.block[-2:] != (BLOCK, BLOCK):
-            raise _layout(name, piece)
-        part = (mxfp4_codes if mxfp4 else fp8_codes)(reader, logical, piece.source)
-        (first, stop), lines = piece.target[0], piece.target[row]
-        filled, extent = slice(place + first, place + stop), stop - first
-        bytes_, scale = (one.reshape(extent, *one.shape[-2:]) for one in part)
-        values[filled, slice(*lines)] = bytes_.view(torch.uint8)
-        scales[filled, slice(*(lines if mxfp4 else (lines[0] // BLOCK, lines[1] // BLOCK)))] = scale
-    _require_finite(name, not bool((scales == 255).any() if mxfp4 else (~torch.isfinite(scales)).any()), names)
-    packed = mxfp4_stack(values, scales) if mxfp4 else fp8_stack(values.view(torch.float8_e4m3fn), scales)
-    held.values.copy_(packed.values)
-    held.scales.copy_(packed.scales)
-
-
-def _require_finite(name: str, finite: bool, names: NameMap) -> None:
-    if not finite:
-        raise CheckFailed(
-            "nan-weights",
-            f"a scale of {name} is not a finite number",
-            where=", ".join(names.hub_names(name)[:4]),
-            next_action="fetch this shard again; if its hash is right, the checkpoint itself is damaged",
-        )
-
-
 class PackedLoraLinear(torch.autograd.Function):
     """``y = x Wᵀ + b + s (x Aᵀ) Bᵀ`` by expert, with W decoded one expert at a time in both passes.
 
@@ -263,12 +188,3 @@ def _by_expert(x: Tensor, stack: Stack, sizes: list[int], *, transposed: bool) -
 
 def _refused(what: str, action: str) -> LegalityError:
     return LegalityError("base-format", what, where="decision.strategy.base_format", next_action=action)
-
-
-def _layout(name: str, piece: Piece) -> CheckpointError:
-    return CheckpointError(
-        "packed-layout",
-        f"{piece.tensor} gives {piece.source} for {piece.target}: not whole blocks in rows of out × in",
-        where=name,
-        next_action="plan with base_format compute: the weights are then decoded at load",
-    )
