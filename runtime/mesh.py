@@ -55,6 +55,11 @@ class Ranks:
         return self.sizes.shard * self.sizes.cp
 
     @property
+    def dense_shards(self) -> int:
+        """Ranks that share the weights outside expert stacks."""
+        return self.sizes.shard * self.sizes.ep * self.sizes.cp
+
+    @property
     def data_rank(self) -> int:
         """Which slice of every batch this rank reads."""
         return self.rank // self.sizes.cp
@@ -81,9 +86,7 @@ class Ranks:
 
     def dense_fsdp(self) -> DeviceMesh | None:
         """Mesh for ``fully_shard`` of dense weights; ``None`` for one rank."""
-        return _fsdp_mesh(
-            self.dense, "dense_shard", self.sizes.replicate, self.sizes.shard * self.sizes.ep * self.sizes.cp
-        )
+        return _fsdp_mesh(self.dense, "dense_shard", self.sizes.replicate, self.dense_shards)
 
     def expert_fsdp(self) -> DeviceMesh | None:
         """Mesh for ``fully_shard`` of expert stacks; ``None`` where a rank keeps its experts whole."""

@@ -57,8 +57,9 @@ def shard(
     expert's gradient, which all ranks of its EP group reach through the dispatch, would come out ep times too large
     beside the dense ones.
 
-    A unit with packed stacks is gathered in the formats that it is stored in: FSDP would cast codes as numbers. Where
-    stacks are whole on their rank anyway, packed ones are left out, for a group of one would still copy them.
+    A unit with packed stacks is gathered in the formats that it is stored in: FSDP would cast codes as numbers. Where a
+    rank keeps weights whole anyway (replicas alone, or ``ep`` alone for experts), frozen ones are left out: a group of
+    one would still copy each unit in every pass. What is trained stays in, for its gradient's sum.
 
     Side tensors that stay fp32 beside a bf16 base (``checkpoints/precision.py``) are whole on every rank: a gather
     would cast them.
@@ -80,6 +81,8 @@ def shard(
     of_dense, of_experts = reshard_ranks(strategy, domain)
     layers = list(decoder_layers(model).values())
     whole = kept_whole(model, precision)
+    if ranks.dense_shards == 1:
+        whole |= frozen_dense(model)
     units: list[list[FSDPModule]] = []
     for layer in layers:
         inner = [module for module in layer.modules() if isinstance(module, LoraExperts)]
@@ -94,7 +97,7 @@ def shard(
                     shard_placement_fn=partial(expert_placement, shards=ranks.expert_shards, packed=packed),
                     reshard_after_forward=of_experts,
                     mp_policy=replace(policy, param_dtype=None) if packed else policy,
-                    ignored_params=set(packed) if ranks.expert_shards == 1 else None,
+                    ignored_params=frozen(experts) if ranks.expert_shards == 1 else None,
                 )
         fully_shard(layer, mesh=dense, ignored_params=whole, reshard_after_forward=of_dense, mp_policy=policy)
         units.append([layer, *(inner if expert_mesh is not None else [])])  # type: ignore[list-item]
@@ -108,10 +111,19 @@ def shard(
 
 def kept_whole(model: nn.Module, precision: PrecisionSpec) -> set[nn.Parameter]:
     """Frozen parameters outside expert stacks that are wider than the base."""
-    stacks = {value for module in model.modules() if isinstance(module, LoraExperts) for value in module.parameters()}
     base = DTYPES[precision.base].itemsize
-    frozen = (value for value in model.parameters() if not value.requires_grad and value not in stacks)
-    return {value for value in frozen if value.is_floating_point() and value.dtype.itemsize > base}
+    return {one for one in frozen_dense(model) if one.is_floating_point() and one.dtype.itemsize > base}
+
+
+def frozen(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters of a module that are not trained."""
+    return {value for value in module.parameters() if not value.requires_grad}
+
+
+def frozen_dense(model: nn.Module) -> set[nn.Parameter]:
+    """Frozen parameters outside expert stacks."""
+    stacks = {value for module in model.modules() if isinstance(module, LoraExperts) for value in module.parameters()}
+    return frozen(model) - stacks
 
 
 def reshard_ranks(strategy: ParallelStrategy, domain: int) -> tuple[bool | int, bool | int]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoints.build import build_on_meta
 from shardwright.runtime import context_pieces
@@ -45,11 +46,13 @@ from shardwright.schemas.strategy import ParallelStrategy
 
 SHARDED, UNSHARDED, GATHERS, TOTAL = "Sharded Param", "Unsharded Param", "All Gather", "Total"
 """Kinds as FSDP2's tracker calls them."""
+WHOLE = "Whole Param"
+"""What a rank keeps outside FSDP, which the tracker does not see."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """Bytes of rank 0 at its fullest, as FSDP2's tracker names them."""
+    """Bytes of rank 0 at its fullest, as FSDP2's tracker names them, and ``WHOLE``."""
 
     by_kind: dict[str, int]
     """At the fullest moment of all; kinds that held nothing are left out."""
@@ -61,7 +64,7 @@ class Simulated:
     @property
     def sharded(self) -> int:
         """Base and adapters that the rank keeps."""
-        return self.by_kind.get(SHARDED, 0)
+        return self.by_kind.get(SHARDED, 0) + self.by_kind.get(WHOLE, 0)
 
 
 def simulate(
@@ -156,13 +159,16 @@ def _tracked(model: nn.Module, rows: Tensor | MicroBatch, cut: Cut | None) -> Si
             summed_loss(model, rows).backward()
         peak = _kinds(tracker.get_tracker_snapshot("peak"))
         total = peak.pop(TOTAL)
+    plain = sum(one.nbytes for one in model.parameters() if not isinstance(one, DTensor))
+    if plain:
+        peak[WHOLE] = plain
     seen = [
         _kinds(one)
         for stats in tracker.memory_tracking.values()
         for snapshots in stats.snapshots.values()
         for one in snapshots
     ]
-    return Simulated(peak, total, max((one.get(UNSHARDED, 0) + one.get(GATHERS, 0) for one in seen), default=0))
+    return Simulated(peak, total + plain, max((one.get(UNSHARDED, 0) + one.get(GATHERS, 0) for one in seen), default=0))
 
 
 def _kinds(snapshot: dict[torch.device, dict[Any, int]]) -> dict[str, int]:

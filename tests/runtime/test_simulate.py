@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,13 +36,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("shard", "ep", "cp"), [(8, 1, 1), (2, 4, 1), (4, 1, 2)])
-def test_static_and_gathered_bytes_are_the_cost_models(checkpoint: Path, shard: int, ep: int, cp: int) -> None:
+def simulated(checkpoint: Path, shard: int, ep: int, cp: int = 1) -> dict[str, Any]:
     words = [sys.executable, str(RANKS / "simulate.py"), str(checkpoint), str(shard), str(ep), "compute", str(cp)]
     done = subprocess.run(["timeout", "-k", "5", "120", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shard", "ep", "cp"), [(8, 1, 1), (2, 4, 1), (4, 1, 2)])
+def test_static_and_gathered_bytes_are_the_cost_models(checkpoint: Path, shard: int, ep: int, cp: int) -> None:
+    found = simulated(checkpoint, shard, ep, cp)
     model = found["model"]
     static = model["frozen_base"] + model["adapter_parameters"]
     assert found["sharded"] == pytest.approx(static, rel=0.005)
@@ -49,3 +54,16 @@ def test_static_and_gathered_bytes_are_the_cost_models(checkpoint: Path, shard: 
     least = model["gathered_root"] + model["gather_buffers"] / 2
     most = model["gathered_root"] + model["gather_buffers"] + max(model["gather_staging"], model["gathered_root"])
     assert 0.95 * least <= found["gathered"] <= 1.05 * most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [1, 4])
+def test_weights_that_a_rank_keeps_whole_are_not_copied(checkpoint: Path, ep: int) -> None:
+    """FSDP2 would copy the units of a group of one: frozen weights are left out of it, adapters alone pass."""
+    found = simulated(checkpoint, 1, ep)
+    model = found["model"]
+    assert found["sharded"] == pytest.approx(model["frozen_base"] + model["adapter_parameters"], rel=0.005)
+    root, buffers, staging = (model.get(name, 0) for name in ("gathered_root", "gather_buffers", "gather_staging"))
+    dense = root + buffers + max(staging, root)
+    assert (dense == 0) == (ep == 1)
+    assert found["gathered"] <= 1.05 * dense + model["adapter_parameters"]

@@ -1,4 +1,7 @@
-"""Rank 0 of a mesh on fake tensors, and the cost model's bytes: ``simulate.py CHECKPOINT SHARD EP [FORMAT [CP]]``."""
+"""Rank 0 of eight on fake tensors, and the cost model's bytes: ``simulate.py CHECKPOINT SHARD EP [FORMAT [CP]]``.
+
+What SHARD, EP and CP leave of the eight are replicas.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,14 @@ from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces.catalogue import load_cluster
 from shardwright.search_spaces.cost import estimate
 
+RANKS = 8
+
 
 def main() -> None:
     folder, shard, ep = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     base_format = sys.argv[4] if len(sys.argv) > 4 else "compute"
-    mesh = Mesh(shard=shard, ep=ep, cp=int(sys.argv[5]) if len(sys.argv) > 5 else 1)
+    cp = int(sys.argv[5]) if len(sys.argv) > 5 else 1
+    mesh = Mesh(replicate=RANKS // (shard * ep * cp), shard=shard, ep=ep, cp=cp)
     recipe = Recipe(
         data=DataSpec(train="train.jsonl", held_out="held_out.jsonl"),
         batch=BatchSpec(sequence_tokens=64, global_batch_sequences=mesh.data_ranks),
