@@ -51,7 +51,7 @@ class Family:
     @cached_property
     def space(self) -> tuple[Any, Any]:
         """Search context and pricer on one node."""
-        from shardwright.agents.strategy.oracle import Pricer
+        from shardwright.agents.strategy.pricing import Pricer
         from shardwright.checkpoints.targets import parameter_shapes, resolve_targets
         from shardwright.schemas.recipe import BatchSpec, DataSpec, LoraSpec, PrecisionSpec, Recipe
         from shardwright.search_spaces.catalogue import load_cluster

@@ -88,7 +88,8 @@ def _write(family: str, folder: Path, widths: dict[str, Any]) -> None:
 
     config = tiny_config(family)
     for name, value in widths.items():
-        assert hasattr(config, name), f"{family} has no {name}"
+        if not hasattr(config, name):
+            raise ValueError(f"{family} has no {name}")
         setattr(config, name, value)
     with torch.device("meta"):
         model = class_of(family, folder)._from_config(config, dtype=torch.bfloat16)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +37,7 @@ from shardwright.search_spaces.catalogue import load_cluster
 from shardwright.search_spaces.cost import estimate, evaluate, workload
 from shardwright.search_spaces.cost.full_training import Layout, stage_bytes
 from shardwright.search_spaces.cost.fusion import FusedProviders
-from shardwright.search_spaces.cost.memory import ALLOCATOR_SLACK, allocator_slack
+from shardwright.search_spaces.cost.holes import hole_bytes
 from shardwright.search_spaces.cost.plans import Array, Plans, plans_of
 
 GIB = 2**30
@@ -192,14 +192,16 @@ def predict(point: Point, calibration: Calibration | None = None) -> CostReport:
     """What the product itself would predict for a measured point: same profile, targets, fusions and plan."""
     from points_model import described
 
-    what = described(point)
-    strategy = ParallelStrategy(
+    what, cluster = described(point), load_cluster("h200-1")
+    return estimate(what.profile, what.recipe, cluster, strategy_of(point), what.targets, what.fusions, calibration)
+
+
+def strategy_of(point: Point) -> ParallelStrategy:
+    return ParallelStrategy(
         mesh=Mesh(),
         micro_batch_sequences=point.batch,
         checkpointing=point.how,  # type: ignore[arg-type]
     )
-    cluster = load_cluster("h200-1")
-    return estimate(what.profile, what.recipe, cluster, strategy, what.targets, what.fusions, calibration)
 
 
 def calibration_of(folder: Path = RESULTS) -> Calibration | None:
@@ -254,10 +256,18 @@ def static_bytes(report: CostReport) -> int:
     return sum(one.bytes for one in report.memory.components if one.name in names)
 
 
-def reserved_bytes(report: CostReport, have: Mapping[str, float]) -> float:
-    """What the prediction says of a point's allocator: lines of before it had segments that grow carry no such mark."""
-    slack = 0.0 if have.get("expandable_segments") else ALLOCATOR_SLACK - allocator_slack("cuda")
-    return report.memory.reserved_bytes + slack * report.memory.peak_bytes
+def reserved_bytes(measured: BenchLine, report: CostReport) -> float:
+    """What the prediction says of a line's allocator: without the mark of segments that grow it had fixed ones."""
+    from points_model import described
+
+    point = read_case(measured.case)
+    if point is None or measured.metrics.get("expandable_segments"):
+        return report.memory.reserved_bytes
+    what = described(point)
+    work, fused = workload(what.profile, what.recipe, what.targets), FusedProviders.of(what.fusions)
+    plans = plans_of([strategy_of(point)], what.profile)
+    growing, fixed = (float(hole_bytes(work, plans, fused, grows)[0]) for grows in (True, False))
+    return report.memory.reserved_bytes + fixed - growing
 
 
 Points = list[tuple[BenchLine, CostReport]]
@@ -293,7 +303,7 @@ def own_metrics(points: Points) -> dict[str, dict[str, float]]:
         dynamics.append(100 * (ours / theirs - 1))
         if "reserved_bytes" in have:
             seen = have["reserved_bytes"] + have.get("context_bytes", 0.0)
-            reserved.append(100 * (reserved_bytes(report, have) / seen - 1))
+            reserved.append(100 * (reserved_bytes(measured, report) / seen - 1))
         if "step_ms" in have:
             times.append(100 * (report.time.step_ms / have["step_ms"] - 1))
 

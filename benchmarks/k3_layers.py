@@ -8,10 +8,11 @@ what a training step does with it: forward, forward again as recomputation, back
 on the same input, and each must agree with ours in output and gradient, or there is no result.
 
 * ``kda``, 4,096 tokens: the plan's operators; the same layer with convolution, recurrence and gated norm of
-  flash-linear-attention (``kda_fused_ratio``); the model's own code (``kda_unfused_ratio``), and with ``--fla-rule``
+  flash-linear-attention (``kda_layer_ratio``); the model's own code (``kda_unfused_ratio``), and with ``--fla-rule``
   that code with ``chunk_kda`` alone (``kda_fla_rule_ratio``), which tunes itself once more; ours with what its
-  recurrence may keep for the backward (``kda_kept_ratio``); and the two recurrences without a layer, forward and
-  backward (``kda_op_ratio``).
+  recurrence may keep for the backward (``kda_kept_ratio``). Without the projections, which all of them share: what is
+  fused, from the projections' values to the input of the last one, beside the same of flash-linear-attention
+  (``kda_fused_ratio``), and the two recurrences alone, forward and backward (``kda_op_ratio``).
 * ``dsa``, 32,768 tokens: the plan's operators and the model's own torch operators (``dsa_fused_ratio``). Those need no
   cutting there: the indexer scores one head after another, so that [T, T] is what they hold.
 
@@ -233,8 +234,31 @@ def kda(
     times, distances = compared(ways, x, side, repeats, IN_A_ROW)
     metrics = _metrics("kda", times, distances)
     if fla_installed():
-        metrics |= {"kda_fused_ratio": metrics.pop("kda_fla_ratio"), **recurrences(ours, x, side, repeats)}
+        metrics |= {"kda_layer_ratio": metrics.pop("kda_fla_ratio"), **recurrences(ours, x, side, repeats)}
+        metrics |= between_projections(ours, fla_layer(ours), x, repeats)
     return metrics
+
+
+def between_projections(ours: DeltaLayer, fla: DeltaLayer, x: Tensor, repeats: int) -> dict[str, float]:
+    """What is fused, of both on the same projections of x: forward, forward again as recomputation, backward."""
+    with torch.no_grad():
+        made = ours.projections(x)
+    learning = {path: value.detach().requires_grad_(True) for path, value in made.items()}
+    times: dict[str, list[float]] = {"between": [], "fla_between": []}
+    for _ in range(repeats + 2):
+        for name, layer in (("between", ours), ("fla_between", fla)):
+
+            def one(layer: DeltaLayer = layer) -> None:
+                out = checkpoint(layer.between, learning, x.shape[:2], None, use_reentrant=False)
+                torch.autograd.grad(out, list(learning.values()), torch.ones_like(out))
+
+            times[name].append(_timed(one, IN_A_ROW))
+    found = {name: _of(spent[2:], 0) for name, spent in times.items()}
+    return {
+        "kda_between_ms": found["between"].milliseconds,
+        "kda_fla_between_ms": found["fla_between"].milliseconds,
+        "kda_fused_ratio": found["fla_between"].milliseconds / found["between"].milliseconds,
+    }
 
 
 def recurrences(ours: DeltaLayer, x: Tensor, side: Sliced, repeats: int) -> dict[str, float]:

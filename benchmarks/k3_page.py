@@ -19,7 +19,13 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 DEVICE = "NVIDIA H200"
 SLICES = ("k3-slice", "k3-gated-dsa-slice", "glm5-slice", "v32-slice")
 RATIOS = {
-    "kda_fused_ratio": ("KDA layer", "flash-linear-attention's operators", "kda_ours_ms", "kda_fla_ms"),
+    "kda_fused_ratio": (
+        "KDA between its projections",
+        "flash-linear-attention's operators",
+        "kda_between_ms",
+        "kda_fla_between_ms",
+    ),
+    "kda_layer_ratio": ("KDA layer, projections in it", "the same", "kda_ours_ms", "kda_fla_ms"),
     "kda_op_ratio": ("KDA recurrence alone", "flash-linear-attention's `chunk_kda`", "kda_op_ms", "kda_fla_op_ms"),
     "kda_unfused_ratio": ("KDA layer", "the model's own code", "kda_ours_ms", "kda_unfused_ms"),
     "dsa_fused_ratio": ("gated sparse attention", "the model's own code", "dsa_ours_ms", "dsa_unfused_ms"),

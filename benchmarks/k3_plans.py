@@ -20,7 +20,8 @@ from models import kimi_k3, recipe_for, targets_for
 
 from shardwright.agents.strategy.complete import Completion
 from shardwright.agents.strategy.explain import unproved_choices
-from shardwright.agents.strategy.oracle import Pricer, scan
+from shardwright.agents.strategy.oracle import scan
+from shardwright.agents.strategy.pricing import Pricer
 from shardwright.agents.strategy.refine import refine
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.cost import CostReport

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from points_shapes import BOTH, SHAPES, TINY
+from train_step_decisions import FUSIONS, WITHOUT
 
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces.executable import runs
@@ -100,18 +101,23 @@ class Setting:
 
     @property
     def operators(self) -> tuple[str, ...]:
-        return SHAPES[self.model].fused if self.executor == "fused" else ()
+        """All that the family has a place for: without its linear attention fused, Kimi's layers need five times the
+        memory and twenty times the time."""
+        without = WITHOUT[SHAPES[self.model].config_class]
+        return tuple(name for name in FUSIONS if name not in without) if self.executor == "fused" else ()
 
     @property
     def case(self) -> str:
         s = self.strategy
-        words = [f"{name}{getattr(s.mesh, name)}" for name in ("replicate", "shard", "ep") if getattr(s.mesh, name) > 1]
+        sizes = [(name, getattr(s.mesh, name)) for name in ("replicate", "shard", "ep")]
+        words = [f"{name}{size}" for name, size in sizes if size > 1] or ["one"]
         kept = "" if s.reshard_after_forward else "-kept"
         chunked = f"-{s.overlap}{s.overlap_chunks}" if s.overlap != "none" else ""
         plan = f"{'x'.join(words)}{kept}-{s.checkpointing}-b{s.micro_batch_sequences}{chunked}"
         return f"{self.model}-{self.layers}layers/{plan}/t{self.tokens}/{self.executor}"
 
 
+MODELS = ("qwen3-30b", "kimi-linear-48b")
 FULL_LAYERS = {"qwen3-30b": 48, "kimi-linear-48b": 27}
 REHEARSED_TOKENS = 64
 
@@ -155,3 +161,28 @@ def overlap_settings(world: int, model: str, rehearse: bool) -> list[Setting]:
     if runs("overlap", "chunked"):
         plans += [whole.model_copy(update={"overlap": "chunked", "overlap_chunks": pieces}) for pieces in (4, 8)]
     return [Setting(model, layers, plan, tokens, "eager" if rehearse else "fused") for plan in plans]
+
+
+SCALING_SEQUENCES = 4
+
+
+def scaling_worlds(devices: int) -> tuple[int, ...]:
+    """1, 2, 4, … of this host's devices."""
+    return tuple(1 << power for power in range(devices.bit_length()) if 1 << power <= devices)
+
+
+def scaling_settings(world: int, model: str, rehearse: bool) -> list[Setting]:
+    """The whole model on that many ranks, the same rows a rank, by FSDP and by EP."""
+    layers, tokens = (2, REHEARSED_TOKENS) if rehearse else (FULL_LAYERS[model], 4096)
+    found = [Mesh()] if world == 1 else [Mesh(shard=world), Mesh(ep=world)]
+    executor = "eager" if rehearse else "fused"
+    plans = [
+        ParallelStrategy(mesh=mesh, checkpointing="full", micro_batch_sequences=SCALING_SEQUENCES) for mesh in found
+    ]
+    return [Setting(model, layers, plan, tokens, executor) for plan in plans]
+
+
+def every_setting(devices: int) -> dict[str, Setting]:
+    """Case → setting, of all whose steps are predicted on a host with that many devices."""
+    scaled = [one for world in scaling_worlds(devices) for one in scaling_settings(world, MODELS[0], False)]
+    return {one.case: one for one in (*scaled, *step_settings(devices, MODELS, False))}

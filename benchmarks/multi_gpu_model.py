@@ -18,6 +18,7 @@ from shardwright.checkpoints.targets import resolve_targets
 from shardwright.runtime.checkpointing import checkpoint_layers
 from shardwright.runtime.device import Device
 from shardwright.runtime.experts.balance import LoadMeter
+from shardwright.runtime.experts.shared import put_shared_before_experts
 from shardwright.runtime.fuse import install_fusions
 from shardwright.runtime.load.stream import materialize
 from shardwright.runtime.lora.init import generator_for
@@ -118,8 +119,10 @@ def build(
         chunks=strategy.overlap_chunks,
         padding=strategy.expert_padding_tokens,
     )
-    install_fusions(model, decisions_for(model, fusions_for(operators, strategy.mesh.ep)))
+    decisions = decisions_for(model, fusions_for(operators, strategy.mesh.ep))
+    install_fusions(model, decisions)
     if strategy.checkpointing == "full":
+        put_shared_before_experts(model, decisions)
         checkpoint_layers(list(decoder_layers(model).values()), meter)
     shard(model, strategy, precision, ranks)
     materialize(model, device)

@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,12 @@ import optuna
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from lines import append, line, versions
-from models import deepseek_v3, glm_5, kimi_k3, kimi_linear, recipe_for, targets_for
+from models import deepseek_v3, glm_5, glm_46, kimi_k3, kimi_linear, qwen3_30b, recipe_for, targets_for
 
 from shardwright.agents.strategy.complete import Completion, with_layers
-from shardwright.agents.strategy.oracle import CHUNK, SAFETY_FRACTION, Pricer, scan
+from shardwright.agents.strategy.oracle import scan
 from shardwright.agents.strategy.pareto import lost_because
+from shardwright.agents.strategy.pricing import SAFETY_FRACTION, Pricer
 from shardwright.agents.strategy.run import run_search
 from shardwright.agents.strategy.study import run_study
 from shardwright.schemas.cluster import ClusterSpec
@@ -209,13 +209,19 @@ def regret(seeds: int) -> dict[str, Any]:
 def elsewhere_spaces() -> dict[str, tuple[SearchContext, Pricer, Completion]]:
     """Explored spaces of models and clusters that the exact joint space does not hold."""
     cases = {
-        "glm-5-h200-128": (glm_5(), "h200-128", 8192),
-        "deepseek-v3-h100-128": (deepseek_v3(), "h100-128", 4096),
+        "glm-5-h200-128": (glm_5(), "h200-128", 256, 8192),
+        "deepseek-v3-h100-128": (deepseek_v3(), "h100-128", 256, 4096),
+        "qwen3-30b-h200-8": (qwen3_30b(), "h200-8", 64, 4096),
+        "kimi-linear-h200-8": (kimi_linear(), "h200-8", 64, 4096),
+        "glm-4.6-a100-128": (glm_46(), "a100-8", 256, 4096),
     }
     spaces = {}
-    for name, (model, cluster_name, tokens) in cases.items():
+    for name, (model, cluster_name, batch, tokens) in cases.items():
         cluster = load_cluster(cluster_name)
-        recipe, targets = recipe_for(batch=256, tokens=tokens), targets_for(model, rank=16)
+        if cluster_name == "a100-8":
+            wide = load_cluster("h100-128").model_dump()
+            cluster = ClusterSpec.model_validate({**wide, "device": cluster.device.model_dump()})
+        recipe, targets = recipe_for(batch=batch, tokens=tokens), targets_for(model, rank=16)
         context = SearchContext(model, recipe, cluster, explore=True)
         pricer = Pricer.of(workload(model, recipe, targets), cluster)
         spaces[name] = context, pricer, Completion(context, pricer)
@@ -223,16 +229,20 @@ def elsewhere_spaces() -> dict[str, tuple[SearchContext, Pricer, Completion]]:
 
 
 def best_of_draws(seed: int, context: SearchContext, complete: Completion, draws: int = DRAWS) -> float:
-    """Least step time among ``draws`` plans drawn evenly from all legal ones, each with its best recomputation."""
-    table, counts = enumerate_plans(context), complete.counts
+    """Least step time among ``draws`` plans drawn evenly from all legal ones, each with its best recomputation.
+
+    A plan's time without any recomputation bounds it from below, so they are taken in that order until none can win.
+    """
+    table = enumerate_plans(context)
     bare = np.flatnonzero(table.plans.recomputed.sum(axis=0) == 0)
     drawn = np.unique(np.random.default_rng(seed).choice(bare, size=draws, replace=len(bare) < draws))
-    best = float("inf")
-    for some in np.array_split(drawn, -(-len(drawn) * len(counts) // CHUNK)):
-        many = table.plans.take(np.repeat(some, len(counts)))
-        many = replace(many, recomputed=np.tile(counts.T.astype(np.float64), len(some)))
-        columns = complete.pricer.columns(many)
-        best = min(best, float(np.min(columns.step_ms[columns.within_margin], initial=np.inf)))
+    bounds, best = complete.pricer.columns(table.plans.take(drawn)).step_ms, float("inf")
+    for place in np.argsort(bounds, kind="stable"):
+        if bounds[place] >= best:
+            break
+        position = int(drawn[place])
+        _, step_ms, fits = complete.best_counts(table.plans.take(slice(position, position + 1)))
+        best = min(best, step_ms) if fits else best
     return best
 
 

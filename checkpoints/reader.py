@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
 
 from shardwright.checkpoints.conversion import Box, Piece, intersect
-from shardwright.checkpoints.headers import Headers
+from shardwright.checkpoints.headers import Headers, TensorHeader
 from shardwright.checkpoints.marker import require_weights
 from shardwright.checkpoints.names import TensorRead
 from shardwright.checkpoints.packing.dtypes import BITS, TORCH
@@ -19,6 +22,18 @@ BAND_BYTES = 8 << 20
 """Most bytes read at once where rows are cut inside: the rows are read whole and cut in memory."""
 ROW_BYTES = 256 << 10
 """Rows up to this size are read whole; larger ones are entered and cut at the next dim."""
+MOST_BUFFERS = 1024
+"""Buffers that one call of the system fills at most."""
+MOST_BYTES = 1 << 30
+"""Bytes that one call of the system is asked for at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of a file tensor inside ``box``, which names every dim."""
+
+    tensor: str
+    box: Box
 
 
 def whole_box(shape: tuple[int, ...], box: Box | None, *, where: str) -> Box:
@@ -39,6 +54,8 @@ def whole_box(shape: tuple[int, ...], box: Box | None, *, where: str) -> Box:
 class ShardReader:
     """Positioned reads from safetensors files (no memory map, so a file that shrinks is an error, not a crash).
 
+    Threads may share one.
+
     Attributes:
         bytes_read: bytes of tensor data taken from files so far.
 
@@ -52,6 +69,7 @@ class ShardReader:
         self.headers = headers
         self.bytes_read = 0
         self._handles: dict[str, int] = {}
+        self._lock = threading.Lock()
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """A tensor, or the part of it inside ``box``, as a new contiguous CPU tensor in its stored dtype.
@@ -61,9 +79,78 @@ class ShardReader:
             box: ``(start, stop)`` for each dim; trailing dims may be left out and are then taken whole.
 
         Raises:
-            CheckpointError: ``unknown-tensor``, ``bad-box``, ``unsupported-dtype``, ``truncated-shard``,
-                ``missing-shard``.
+            CheckpointError: ``unknown-tensor``, ``bad-box``, ``unsupported-dtype``, and as :meth:`read_into`.
         """
+        part = self.part(name, box)
+        out = torch.empty([stop - start for start, stop in part.box], dtype=self.dtype(name))
+        self.read_into([(part, out)])
+        return out
+
+    def part(self, name: str, box: Box | None = None) -> Part:
+        """A tensor, or the part of it inside ``box``, to be read later.
+
+        Raises:
+            CheckpointError: ``unknown-tensor``, ``bad-box``, ``unsupported-dtype``.
+        """
+        header = self._header(name)
+        self.dtype(name)
+        return Part(name, whole_box(header.shape, box, where=f"{header.file}: {name}"))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """How a file tensor's elements are stored.
+
+        Raises:
+            CheckpointError: ``unknown-tensor``, ``unsupported-dtype``.
+        """
+        header = self._header(name)
+        if header.dtype not in TORCH:
+            raise CheckpointError(
+                "unsupported-dtype",
+                f"{header.dtype} has no whole-byte elements",
+                where=f"{header.file}: {name}",
+                next_action="decode it with the codec of its packing",
+            )
+        found: torch.dtype = getattr(torch, TORCH[header.dtype])
+        return found
+
+    def part_bytes(self, part: Part) -> int:
+        """Size of a part's elements."""
+        header = self._header(part.tensor)
+        return prod(stop - start for start, stop in part.box) * BITS[header.dtype] // 8
+
+    def place(self, part: Part) -> tuple[str, int]:
+        """The file in which a part begins, and the byte."""
+        header = self._header(part.tensor)
+        at = 0
+        for (start, _), dim in zip(part.box, header.shape, strict=True):
+            at = at * dim + start
+        return header.file, header.start + at * BITS[header.dtype] // 8
+
+    def read_into(self, wanted: Sequence[tuple[Part, torch.Tensor]]) -> None:
+        """Fill tensors with parts of files; neighbours in a file, given in its order, are read together.
+
+        Args:
+            wanted: parts, each with a contiguous CPU tensor of the box's shape in the stored dtype.
+
+        Raises:
+            CheckpointError: ``truncated-shard``, ``missing-shard``, ``unreadable-shard``, naming file and tensor.
+        """
+        run = _Run("", 0)
+        for part, out in wanted:
+            if not out.numel():
+                continue
+            header = self._header(part.tensor)
+            if not _is_run(header.shape, part.box):
+                self._rows(out, header.shape, part.box, header.start, BITS[header.dtype] // 8, part.tensor)
+                continue
+            file, at = self.place(part)
+            if file != run.file or at != run.end or len(run.buffers) == MOST_BUFFERS:
+                self._pread(run)
+                run = _Run(file, at)
+            run.add(out, part.tensor)
+        self._pread(run)
+
+    def _header(self, name: str) -> TensorHeader:
         header = self.headers.tensors.get(name)
         if header is None:
             raise CheckpointError(
@@ -72,76 +159,70 @@ class ShardReader:
                 where=str(self.folder),
                 next_action="ask the name map which file tensors fill a parameter",
             )
-        if header.dtype not in TORCH:
-            raise CheckpointError(
-                "unsupported-dtype",
-                f"{header.dtype} has no whole-byte elements",
-                where=f"{header.file}: {name}",
-                next_action="decode it with the codec of its packing",
-            )
-        full = tuple((0, dim) for dim in header.shape)
-        wanted = full if box is None else (*box, *full[len(box) :])
-        if len(wanted) != len(full) or any(
-            not 0 <= a <= b <= dim for (a, b), (_, dim) in zip(wanted, full, strict=True)
-        ):
-            raise CheckpointError(
-                "bad-box",
-                f"{wanted} is not inside {list(header.shape)}",
-                where=f"{header.file}: {name}",
-                next_action="correct the slice",
-            )
-        out = torch.empty([b - a for a, b in wanted], dtype=getattr(torch, TORCH[header.dtype]))
-        if out.numel():
-            self._fill(out, header.shape, wanted, header.file, header.start, BITS[header.dtype] // 8)
-        return out
+        return header
 
-    def _fill(self, out: torch.Tensor, shape: tuple[int, ...], box: Box, file: str, at: int, itemsize: int) -> None:
+    def _rows(self, out: torch.Tensor, shape: tuple[int, ...], box: Box, at: int, itemsize: int, name: str) -> None:
         """Fill ``out`` (of the box's shape) from a row-major tensor of ``shape`` that begins at byte ``at``."""
         inner = shape[1:]
         row = prod(inner) * itemsize
-        if not shape or all((a, b) == (0, dim) for (a, b), dim in zip(box[1:], inner, strict=True)):
-            self._pread(out, file, at + (box[0][0] * row if shape else 0))
+        first, last = box[0] if shape else (0, 1)
+        if all(extent == (0, dim) for extent, dim in zip(box[1:], inner, strict=True)):
+            self._pread(_Run.of(self._header(name).file, at + first * row, out, name))
             return
-        first, last = box[0]
         if row > ROW_BYTES:
             for index in range(first, last):
-                self._fill(out[index - first], inner, box[1:], file, at + index * row, itemsize)
+                self._rows(out[index - first], inner, box[1:], at + index * row, itemsize, name)
             return
         cut = tuple(slice(a, b) for a, b in box[1:])
         step = max(1, BAND_BYTES // row)
         for index in range(first, last, step):
             band = torch.empty((min(step, last - index), *inner), dtype=out.dtype)
-            self._pread(band, file, at + index * row)
+            self._pread(_Run.of(self._header(name).file, at + index * row, band, name))
             out[index - first : index - first + len(band)] = band[(slice(None), *cut)]
 
-    def _pread(self, out: torch.Tensor, file: str, at: int) -> None:
-        view = memoryview(out.reshape(-1).view(torch.uint8).numpy().data)
-        handle = self._handle(file)
-        done = 0
-        while done < len(view):
-            got = os.preadv(handle, [view[done : done + (1 << 30)]], at + done)
+    def _pread(self, run: _Run) -> None:
+        views, at = list(run.buffers), run.start
+        handle = self._handle(run.file) if views else -1
+        while views:
+            name = run.names[len(run.buffers) - len(views)]
+            try:
+                got = os.preadv(handle, _at_most(views), at)
+            except OSError as error:
+                raise self._unread(
+                    "unreadable-shard", f"cannot read at byte {at}: {error.strerror}", run.file, name
+                ) from error
             if got == 0:
-                raise CheckpointError(
-                    "truncated-shard",
-                    f"the file ends at byte {at + done}; its header promised more when it was read",
-                    where=str(self.folder / file),
-                    next_action="fetch this file again; do not change a checkpoint while it is read",
-                )
-            done += got
-        self.bytes_read += done
+                what = f"the file ends at byte {at}; its header promised more when it was read"
+                raise self._unread("truncated-shard", what, run.file, name)
+            at += got
+            while views and got >= len(views[0]):
+                got -= len(views.pop(0))
+            if got:
+                views[0] = views[0][got:]
+        with self._lock:
+            self.bytes_read += at - run.start
+
+    def _unread(self, code: str, what: str, file: str, name: str) -> CheckpointError:
+        return CheckpointError(
+            code,
+            what,
+            where=f"{self.folder / file}: {name}",
+            next_action="fetch this file again; do not change a checkpoint while it is read",
+        )
 
     def _handle(self, file: str) -> int:
-        if file not in self._handles:
-            try:
-                self._handles[file] = os.open(self.folder / file, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise CheckpointError(
-                    "missing-shard",
-                    f"cannot open: {error.strerror}",
-                    where=str(self.folder / file),
-                    next_action="fetch this file; check its permissions",
-                ) from error
-        return self._handles[file]
+        with self._lock:
+            if file not in self._handles:
+                try:
+                    self._handles[file] = os.open(self.folder / file, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise CheckpointError(
+                        "missing-shard",
+                        f"cannot open: {error.strerror}",
+                        where=str(self.folder / file),
+                        next_action="fetch this file; check its permissions",
+                    ) from error
+            return self._handles[file]
 
     def close(self) -> None:
         """Close all files; the reader may be used again afterwards."""
@@ -154,6 +235,44 @@ class ShardReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Run:
+    """Bytes that follow each other in a file, and the buffers that take them."""
+
+    def __init__(self, file: str, start: int) -> None:
+        self.file, self.start, self.end = file, start, start
+        self.buffers: list[memoryview] = []
+        self.names: list[str] = []
+
+    @classmethod
+    def of(cls, file: str, start: int, out: torch.Tensor, name: str) -> _Run:
+        run = cls(file, start)
+        run.add(out, name)
+        return run
+
+    def add(self, out: torch.Tensor, name: str) -> None:
+        view = memoryview(out.view(-1).view(torch.uint8).numpy().data)
+        self.buffers.append(view)
+        self.names.append(name)
+        self.end += len(view)
+
+
+def _is_run(shape: tuple[int, ...], box: Box) -> bool:
+    """Whether the elements of a box follow each other in a row-major tensor."""
+    cut = [place for place, (extent, dim) in enumerate(zip(box, shape, strict=True)) if extent != (0, dim)]
+    return not cut or all(stop - start == 1 for start, stop in box[: cut[-1]])
+
+
+def _at_most(views: list[memoryview]) -> list[memoryview]:
+    """The first of ``views`` that one call may fill."""
+    some, total = [], 0
+    for view in views:
+        some.append(view[: MOST_BYTES - total])
+        total += len(some[-1])
+        if total == MOST_BYTES:
+            break
+    return some
 
 
 def read_parameter(

@@ -1,4 +1,4 @@
-"""Write docs/reference from the command line and the shipped schemas: ``python docs/generate_reference.py``."""
+"""Write docs/reference and the README's table of measurements: ``python docs/generate_reference.py``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,66 @@ from typing import Any
 import typer.main
 
 from shardwright.schemas.registry import SHIPPED
+from shardwright.workflows.cli.examples import EXAMPLES
 from shardwright.workflows.cli.main import EXIT_CODES, app
 
 FOLDER = Path(__file__).parent / "reference"
+README = FOLDER.parents[1] / "README.md"
+RESULTS = FOLDER.parents[1] / "benchmarks" / "results"
+FRAME = "<!-- measured: written by docs/generate_reference.py -->\n", "<!-- /measured -->\n"
+MEASURED = (
+    ("LoRA step of Qwen3-30B-A3B, attention and experts", "train-step", "train-step/qwen3-30b-experts", "step"),
+    (
+        "LoRA step of Kimi-Linear-48B-A3B, attention and experts",
+        "train-step",
+        "train-step/kimi-linear-48b-experts",
+        "step",
+    ),
+    ("experts with LoRA, 128 of which 8 a token", "kernels", "moe-lora/128e8", "fwd+dx"),
+    ("delta-rule attention, 8k tokens", "kernels", "kda/T8k-H32", "fwd+bwd"),
+    ("linear + cross-entropy, 8k tokens", "kernels", "linear-ce/8k", "fwd+dx"),
+    ("RMSNorm, 16k × 7168", "kernels", "rmsnorm/16kx7168", "fwd"),
+    ("latent norm, 64k × 576", "kernels", "latent-norm/64kx576", "fwd"),
+)
+"""Row of the README's table → bench, case and passes of its line; wins, a draw and a loss."""
+
+
+def measured_table() -> str:
+    """The README's measurements, each the newest line of its case."""
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        for text in filter(str.strip, path.read_text(encoding="utf-8").splitlines()):
+            line = json.loads(text)
+            key = (line["bench"], line["case"], line["passes"])
+            wanted = line["device"] == "NVIDIA H200" or line["bench"] == "cost-model"
+            if wanted and (key not in found or line["date"] >= found[key]["date"]):
+                found[key] = line
+    rows = ["| on one NVIDIA H200 | ours | beside | theirs | ratio |", "|---|---:|---|---:|---:|"]
+    for words, *key in MEASURED:
+        line = found[tuple(key)]
+        ours, theirs = (_amount(line[name], line["unit"]) for name in ("ours", "rival_value"))
+        passes = "" if key[2] == "step" else f" ({key[2]})"
+        rows.append(f"| {words}{passes} | {ours} | {line['rival']} | {theirs} | ×{line['ratio']:.2f} |")
+    memory = found["cost-model", "cost/memory", ""]["metrics"]
+    time = found["cost-model", "cost/time", ""]["metrics"]
+    said = (
+        f"The cost model beside {memory['points']:.0f} measurements on one H200, whole steps and cut models: memory "
+        f"within 3% for {memory['share_within_3pct']:.0%} of them and at most "
+        f"{memory['worst_under_pct']:.1f}% too low, "
+        f"step time off by {time['mean_abs_pct']:.1f}% on average."
+    )
+    return "\n".join(rows) + f"\n\n{said}\n"
+
+
+def _amount(value: float, unit: str) -> str:
+    return f"{value:,.0f} tokens/s" if unit == "tok/s" else f"{value:.3g} {unit}"
+
+
+def readme() -> str:
+    """The README with its table as the results say."""
+    text = README.read_text(encoding="utf-8")
+    before, rest = text.split(FRAME[0])
+    return f"{before}{FRAME[0]}{measured_table()}{FRAME[1]}{rest.split(FRAME[1])[1]}"
 
 
 def cli_reference() -> str:
@@ -25,6 +82,8 @@ def cli_reference() -> str:
     for path, command in _verbs(typer.main.get_command(app), ""):
         parts.append(f"## shardwright {path}")
         parts.append(_words(command.help or ""))
+        if path in EXAMPLES:
+            parts.append(f"```\n{EXAMPLES[path]}\n```")
         rows = [_row(parameter) for parameter in command.params if parameter.name != "help"]
         if rows:
             parts.append("\n".join(["| word | default | meaning |", "|---|---|---|", *rows]))
@@ -111,6 +170,7 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / "cli.md").write_text(cli_reference(), encoding="utf-8")
     (FOLDER / "schemas.md").write_text(schema_reference(), encoding="utf-8")
+    README.write_text(readme(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,135 +8,30 @@ besides.
 
 from __future__ import annotations
 
-import datetime
-import os
-import platform
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import triton
 
 from shardwright.kernels.cases import BenchCase, Function, OpSuite, Run
 from shardwright.kernels.evidence import EvidenceStore, shape_bucket
-from shardwright.kernels.guards import BYTES
+from shardwright.kernels.floors import Ceilings, floor_of, floor_parts
 from shardwright.kernels.passes import timed_pass
 from shardwright.kernels.registry import OPERATORS, operator, source_sha256
-from shardwright.kernels.timing import (
-    copy_bytes_per_second,
-    device_ms,
-    launches,
-    median_ms,
-    peak_bytes,
-    product_flops_per_second,
-)
+from shardwright.kernels.timing import device_ms, launches, median_ms, peak_bytes
 from shardwright.kernels.tuned import slug
+from shardwright.kernels.where import Where, commit
 from shardwright.schemas.bench import BenchLine
 from shardwright.schemas.errors import KernelError
 from shardwright.schemas.files import write_atomic
-from shardwright.schemas.ops import MeasuredTime, OpCost, PassName
+from shardwright.schemas.ops import MeasuredTime, PassName
 
 BENCH = "kernels"
 REPEATS = 3
 """Each median is taken this many times, ours and rivals in turn; the smallest stands."""
 
-CEILING_BYTES_PER_S = {"NVIDIA H200": 4.3e12}
-"""Copy bandwidth behind the stated floors, bytes read plus written, measured on that device; for another
-device the copy measured in the same process is used."""
-
-CEILING_FLOPS_PER_S = {("NVIDIA H200", 2): 790e12, ("NVIDIA H200", 4): 60e12}
-"""Device and value bytes → rate of matrix products behind the stated floors: tensor cores in 16-bit types,
-plain multiply-adds in fp32. For another device the product measured in the same process is used."""
-
 PROVIDERS = {"ours": "shardwright", "eager": "eager", "torch.compile": "compile", "F.rms_norm": "torch"}
 """Names in result lines → provider names in the evidence store."""
-
-
-@dataclass(frozen=True)
-class Where:
-    """The device and day of a run, and what a copy reaches there."""
-
-    device: str
-    versions: Mapping[str, str]
-    date: str
-    copy_bytes_per_s: float
-
-    @staticmethod
-    def here() -> Where:
-        """The current CUDA device, today."""
-        return Where(torch.cuda.get_device_name(), environment(), today(), copy_bytes_per_second())
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What floors divide by."""
-
-    bytes_per_s: float
-    flops_per_s: float
-
-    @staticmethod
-    def of(where: Where, dtype: str) -> Ceilings:
-        """Those of a known device, measured ones for another."""
-        flops = CEILING_FLOPS_PER_S.get((where.device, BYTES[dtype])) or product_flops_per_second(dtype)
-        return Ceilings(CEILING_BYTES_PER_S.get(where.device, where.copy_bytes_per_s), flops)
-
-
-def environment() -> dict[str, str]:
-    """Versions that a time depends on."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "driver": driver_version(),
-    }
-
-
-def driver_version() -> str:
-    """The display driver's version, or ``unknown`` where nvidia-smi is missing."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return "unknown"
-
-
-def commit(sha: str) -> str:
-    """The source revision: ``SHARDWRIGHT_COMMIT``, else git's, else the operator's own source hash."""
-    if stated := os.environ.get("SHARDWRIGHT_COMMIT"):
-        return stated
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else f"source-{sha[:12]}"
-
-
-def today() -> str:
-    """Date of measurement, UTC: it names results and enters no hash."""
-    return datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-
-
-def floor_parts(cost: OpCost, name: str) -> tuple[int, int]:
-    """The fewest bytes and the fewest flops that a pass must spend."""
-    forward, backward = (cost.forward.floor_bytes, cost.forward.floor_flops), (0, 0)
-    if cost.backward is not None:
-        backward = (cost.backward.floor_bytes, cost.backward.floor_flops)
-    parts = {"fwd": (forward,), "bwd": (backward,)}.get(name, (forward, backward))
-    return sum(moved for moved, _ in parts), sum(flops for _, flops in parts)
-
-
-def floor_of(cost: OpCost, name: str, ceilings: Ceilings) -> tuple[float, dict[str, float]]:
-    """The floor in ms, the larger of bytes and flops over the ceilings; and both parts with those ceilings."""
-    moved, flops = floor_parts(cost, name)
-    bytes_ms = moved / ceilings.bytes_per_s * 1e3
-    flops_ms = flops / ceilings.flops_per_s * 1e3
-    stated = {
-        "floor_bytes_ms": round(bytes_ms, 5),
-        "floor_flops_ms": round(flops_ms, 5),
-        "ceiling_tb_per_s": round(ceilings.bytes_per_s / 1e12, 3),
-        "ceiling_tflop_per_s": round(ceilings.flops_per_s / 1e12, 1),
-    }
-    return max(bytes_ms, flops_ms), stated
 
 
 def bench_pass(
@@ -145,19 +40,21 @@ def bench_pass(
     """Time one pass of each function, ``ours`` first.
 
     Returns:
-        Median ms of each; the device-busy ms of each; the peak bytes of ours; and ``NAME_out_of_memory: 1``
-        for each rival that this device's memory does not hold, which is then left out.
+        Median ms of each; the device-busy ms of each; the peak bytes of ours; and for each rival that is left out
+        ``NAME_out_of_memory: 1``, where this device's memory does not hold it, or ``NAME_refused: 1``, where it
+        does not run here (flash-linear-attention 0.6.0 refuses its gated backward with Triton 3.4 to 3.7.0).
     """
     runs, refused = {}, {}
     for who, function in functions.items():
         try:
             runs[who] = timed_pass(suite, case, function, name)
             runs[who]()
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
             if who == "ours":
                 raise
             runs.pop(who, None)
-            refused[f"{who}_out_of_memory"] = 1.0
+            reason = "out_of_memory" if isinstance(error, torch.OutOfMemoryError) else "refused"
+            refused[f"{who}_{reason}"] = 1.0
             torch.cuda.empty_cache()
     peak = peak_bytes(runs["ours"])
     times = rounds(runs)

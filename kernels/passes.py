@@ -26,11 +26,10 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def leaves_of(suite: OpSuite, inputs: Sequence[Tensor], *, without: Sequence[str] = ()) -> list[Tensor]:
-    """Inputs as fresh leaves; floating ones learn, but for ``suite.constant`` and those named."""
-    fixed = {*suite.constant, *without}
+def leaves_of(suite: OpSuite, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Inputs as fresh leaves; floating ones learn, but for ``suite.constant``."""
     return [
-        tensor.detach().clone().requires_grad_(tensor.is_floating_point() and name not in fixed)
+        tensor.detach().clone().requires_grad_(tensor.is_floating_point() and name not in suite.constant)
         for name, tensor in zip(suite.input_names, inputs, strict=True)
     ]
 

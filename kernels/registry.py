@@ -63,191 +63,119 @@ def _load(path: str) -> Any:
     return getattr(importlib.import_module(f"shardwright.kernels.{module}"), name)
 
 
+def _entry(
+    name: str,
+    dimensions: tuple[str, ...],
+    *,
+    folder: str = "",
+    function: str = "",
+    more_suites: tuple[str, ...] = (),
+    borrowed: tuple[str, ...] = (),
+) -> OperatorEntry:
+    """An operator whose files are called as all are: ``op.py``, ``cost.py``, ``cases.py``.
+
+    Args:
+        folder: where it is, if not in the folder of its name.
+        function: the public function in ``op.py``, if it is not called as the operator.
+        more_suites: ``module:name`` below its folder.
+    """
+    package = (folder or name).replace("/", ".")
+    return OperatorEntry(
+        name=name,
+        folder=folder or name,
+        op_path=f"{package}.op:{function or name}",
+        cost_path=f"{package}.cost:cost",
+        suite_path=f"{package}.cases:SUITE",
+        dimensions=dimensions,
+        borrowed=borrowed,
+        more_suites=tuple(f"{package}.{path}" for path in more_suites),
+    )
+
+
 OPERATORS: dict[str, OperatorEntry] = {
-    "rms_norm": OperatorEntry(
-        name="rms_norm",
-        folder="rms_norm",
-        op_path="rms_norm.op:rms_norm",
-        cost_path="rms_norm.cost:cost",
-        suite_path="rms_norm.cases:SUITE",
-        dimensions=("T", "H"),
-    ),
-    "add_rms_norm": OperatorEntry(
-        name="add_rms_norm",
-        folder="add_rms_norm",
-        op_path="add_rms_norm.op:add_rms_norm",
-        cost_path="add_rms_norm.cost:cost",
-        suite_path="add_rms_norm.cases:SUITE",
-        dimensions=("T", "H"),
-        borrowed=("rms_norm/op.py", "rms_norm/triton.py", "rms_norm/configs.py", "rms_norm/contract.py"),
-    ),
-    "gated_rms_norm": OperatorEntry(
-        name="gated_rms_norm",
-        folder="gated_rms_norm",
-        op_path="gated_rms_norm.op:gated_rms_norm",
-        cost_path="gated_rms_norm.cost:cost",
-        suite_path="gated_rms_norm.cases:SUITE",
-        dimensions=("T", "H", "D"),
-        borrowed=("rms_norm",),
-    ),
-    "latent_norm": OperatorEntry(
-        name="latent_norm",
-        folder="latent_norm",
-        op_path="latent_norm.op:latent_norm",
-        cost_path="latent_norm.cost:cost",
-        suite_path="latent_norm.cases:SUITE",
-        dimensions=("T", "W", "H"),
-        borrowed=("gated_rms_norm", "rms_norm"),
-    ),
-    "qk_norm_rope": OperatorEntry(
-        name="qk_norm_rope",
-        folder="qk_norm_rope",
-        op_path="qk_norm_rope.op:qk_norm_rope",
-        cost_path="qk_norm_rope.cost:cost",
-        suite_path="qk_norm_rope.cases:SUITE",
-        more_suites=("qk_norm_rope.cases:PAIRS_SUITE", "qk_norm_rope.cases:MLA_SUITE"),
-        dimensions=("T", "Q", "K", "D", "W"),
-        borrowed=(
-            "gated_rms_norm/contract.py",
-            "gated_rms_norm/rows.py",
-            "rms_norm",
+    entry.name: entry
+    for entry in (
+        _entry("rms_norm", ("T", "H")),
+        _entry(
+            "add_rms_norm",
+            ("T", "H"),
+            borrowed=("rms_norm/op.py", "rms_norm/triton.py", "rms_norm/configs.py", "rms_norm/contract.py"),
         ),
-    ),
-    "router": OperatorEntry(
-        name="router",
-        folder="router",
-        op_path="router.op:router",
-        cost_path="router.cost:cost",
-        suite_path="router.cases:SUITE",
-        dimensions=("T", "E", "k"),
-        borrowed=("tuned.py",),
-    ),
-    "permute": OperatorEntry(
-        name="permute",
-        folder="permute",
-        op_path="permute.op:combine",
-        cost_path="permute.cost:cost",
-        suite_path="permute.cases:SUITE",
-        dimensions=("T", "K", "E", "H"),
-        borrowed=("tuned.py",),
-    ),
-    "grouped_lora_mlp": OperatorEntry(
-        name="grouped_lora_mlp",
-        folder="grouped_lora_mlp",
-        op_path="grouped_lora_mlp.op:grouped_lora_mlp",
-        cost_path="grouped_lora_mlp.cost:cost",
-        suite_path="grouped_lora_mlp.cases:SUITE",
-        more_suites=("grouped_lora_mlp.cases:LORA_SUITE",),
-        dimensions=("R", "E", "H", "I"),
-        borrowed=("permute", "tuned.py"),
-    ),
-    "moe_layer": OperatorEntry(
-        name="moe_layer",
-        folder="moe_layer",
-        op_path="moe_layer.op:moe_layer",
-        cost_path="moe_layer.cost:cost",
-        suite_path="moe_layer.cases:SUITE",
-        more_suites=("moe_layer.cases:LORA_SUITE", "moe_layer.cases:BASE_SUITE"),
-        dimensions=("T", "K", "E", "H", "I"),
-        borrowed=("grouped_lora_mlp", "permute", "tuned.py"),
-    ),
-    "linear_cross_entropy": OperatorEntry(
-        name="linear_cross_entropy",
-        folder="linear_cross_entropy",
-        op_path="linear_cross_entropy.op:linear_cross_entropy",
-        cost_path="linear_cross_entropy.cost:cost",
-        suite_path="linear_cross_entropy.cases:SUITE",
-        more_suites=("linear_cross_entropy.cases:LORA_SUITE",),
-        dimensions=("T", "H", "V"),
-        borrowed=("tuned.py",),
-    ),
-    "packed_experts": OperatorEntry(
-        name="packed_experts",
-        folder="packed_experts",
-        op_path="packed_experts.op:packed_experts",
-        cost_path="packed_experts.cost:cost",
-        suite_path="packed_experts.cases:SUITE",
-        more_suites=("packed_experts.cases:LORA_SUITE", "packed_experts.biased_cases:SUITE"),
-        dimensions=("R", "E", "H", "I"),
-        borrowed=("grouped_lora_mlp", "permute", "tuned.py"),
-    ),
-    "dsa_attention": OperatorEntry(
-        name="dsa_attention",
-        folder="dsa/attention",
-        op_path="dsa.attention.op:dsa_attention",
-        cost_path="dsa.attention.cost:cost",
-        suite_path="dsa.attention.cases:SUITE",
-        more_suites=(
-            "dsa.attention.cases:BACKWARD_SUITE",
-            "dsa.attention.cases:GATED_SUITE",
-            "dsa.attention.cases:GROUPED_SUITE",
+        _entry("gated_rms_norm", ("T", "H", "D"), borrowed=("rms_norm",)),
+        _entry("latent_norm", ("T", "W", "H"), borrowed=("gated_rms_norm", "rms_norm")),
+        _entry(
+            "qk_norm_rope",
+            ("T", "Q", "K", "D", "W"),
+            more_suites=("cases:PAIRS_SUITE", "cases:MLA_SUITE"),
+            borrowed=("gated_rms_norm/contract.py", "gated_rms_norm/rows.py", "rms_norm"),
         ),
-        dimensions=("T", "H", "S", "K", "V"),
-    ),
-    "dsa_indexer": OperatorEntry(
-        name="dsa_indexer",
-        folder="dsa/indexer",
-        op_path="dsa.indexer.op:dsa_indexer",
-        cost_path="dsa.indexer.cost:cost",
-        suite_path="dsa.indexer.cases:SUITE",
-        more_suites=("dsa.indexer.cases:SCORES_SUITE",),
-        dimensions=("T", "N", "D", "K"),
-    ),
-    "dsa": OperatorEntry(
-        name="dsa",
-        folder="dsa",
-        op_path="dsa.op:latent_attention",
-        cost_path="dsa.cost:cost",
-        suite_path="dsa.cases:SUITE",
-        more_suites=("dsa.cases:DOOR_SUITE", "dsa.cases:DENSE_SUITE"),
-        dimensions=("T", "H"),
-        borrowed=("dsa/attention", "dsa/indexer", "dsa/kl"),
-    ),
-    "dsa_kl": OperatorEntry(
-        name="dsa_kl",
-        folder="dsa/kl",
-        op_path="dsa.kl.op:dsa_kl",
-        cost_path="dsa.kl.cost:cost",
-        suite_path="dsa.kl.cases:SUITE",
-        more_suites=("dsa.kl.cases:DENSE_SUITE",),
-        dimensions=("T", "N", "D", "K", "H", "M"),
-        borrowed=("dsa/indexer",),
-    ),
-    "kda": OperatorEntry(
-        name="kda",
-        folder="kda",
-        op_path="kda.op:kda",
-        cost_path="kda.cost:cost",
-        suite_path="kda.cases:SUITE",
-        more_suites=("kda.cases:SOFTPLUS_SUITE",),
-        dimensions=("T", "H", "K", "V"),
-        borrowed=(
-            "gated_delta/launches.py",
-            "gated_delta/triton.py",
-            "machine_code.py",
-            "rms_norm/contract.py",
-            "sound.py",
+        _entry("router", ("T", "E", "k"), borrowed=("tuned.py",)),
+        _entry("permute", ("T", "K", "E", "H"), function="combine", borrowed=("tuned.py",)),
+        _entry(
+            "grouped_lora_mlp",
+            ("R", "E", "H", "I"),
+            more_suites=("cases:LORA_SUITE",),
+            borrowed=("permute", "tuned.py"),
         ),
-    ),
-    "gated_delta": OperatorEntry(
-        name="gated_delta",
-        folder="gated_delta",
-        op_path="gated_delta.op:gated_delta",
-        cost_path="gated_delta.cost:cost",
-        suite_path="gated_delta.cases:SUITE",
-        dimensions=("T", "H", "K", "V"),
-        borrowed=("kda", "machine_code.py", "rms_norm/contract.py", "sound.py"),
-    ),
-    "short_conv": OperatorEntry(
-        name="short_conv",
-        folder="short_conv",
-        op_path="short_conv.op:short_conv",
-        cost_path="short_conv.cost:cost",
-        suite_path="short_conv.cases:SUITE",
-        dimensions=("T", "C", "J"),
-        borrowed=("kda/configs.py", "kda/contract.py", "kda/documents.py", "rms_norm/contract.py"),
-    ),
+        _entry(
+            "moe_layer",
+            ("T", "K", "E", "H", "I"),
+            more_suites=("cases:LORA_SUITE", "cases:BASE_SUITE"),
+            borrowed=("grouped_lora_mlp", "permute", "tuned.py"),
+        ),
+        _entry("linear_cross_entropy", ("T", "H", "V"), more_suites=("cases:LORA_SUITE",), borrowed=("tuned.py",)),
+        _entry(
+            "packed_experts",
+            ("R", "E", "H", "I"),
+            more_suites=("cases:LORA_SUITE", "biased_cases:SUITE"),
+            borrowed=("grouped_lora_mlp", "permute", "tuned.py"),
+        ),
+        _entry(
+            "dsa_attention",
+            ("T", "H", "S", "K", "V"),
+            folder="dsa/attention",
+            more_suites=("cases:BACKWARD_SUITE", "cases:GATED_SUITE", "cases:GROUPED_SUITE"),
+        ),
+        _entry("dsa_indexer", ("T", "N", "D", "K"), folder="dsa/indexer", more_suites=("cases:SCORES_SUITE",)),
+        _entry(
+            "dsa",
+            ("T", "H"),
+            function="latent_attention",
+            more_suites=("cases:DOOR_SUITE", "cases:DENSE_SUITE"),
+            borrowed=("dsa/attention", "dsa/indexer", "dsa/kl"),
+        ),
+        _entry(
+            "dsa_kl",
+            ("T", "N", "D", "K", "H", "M"),
+            folder="dsa/kl",
+            more_suites=("cases:DENSE_SUITE",),
+            borrowed=("dsa/indexer",),
+        ),
+        _entry(
+            "kda",
+            ("T", "H", "K", "V"),
+            more_suites=("cases:SOFTPLUS_SUITE",),
+            borrowed=(
+                "gated_delta/launches.py",
+                "gated_delta/triton.py",
+                "machine_code.py",
+                "rms_norm/contract.py",
+                "sound.py",
+            ),
+        ),
+        _entry(
+            "gated_delta",
+            ("T", "H", "K", "V"),
+            borrowed=("kda", "machine_code.py", "rms_norm/contract.py", "sound.py"),
+        ),
+        _entry(
+            "short_conv",
+            ("T", "C", "J"),
+            borrowed=("kda/configs.py", "kda/contract.py", "kda/documents.py", "rms_norm/contract.py"),
+        ),
+    )
 }
+"""Every operator by name."""
 
 
 def operator(name: str) -> OperatorEntry:

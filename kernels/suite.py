@@ -20,12 +20,13 @@ from pathlib import Path
 
 import torch
 
-from shardwright.kernels.bench import Where, bench_all, bench_one
+from shardwright.kernels.bench import bench_all, bench_one
 from shardwright.kernels.registry import OPERATORS
 from shardwright.kernels.suite_calls import Call, Outcome, Records, TimedPass, Tools
 from shardwright.kernels.suite_plan import LIMIT_S, plan_of
 from shardwright.kernels.verify import VerifyResult
 from shardwright.kernels.verify_jobs import default_jobs, verify_in_jobs, verify_parts
+from shardwright.kernels.where import Where
 from shardwright.schemas.bench import BenchLine
 from shardwright.schemas.errors import ShardwrightError
 

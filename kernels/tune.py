@@ -18,11 +18,11 @@ import torch
 from triton import OutOfResources
 
 from shardwright.kernels import tuned
-from shardwright.kernels.bench import environment
 from shardwright.kernels.cases import Run, TuneCase
 from shardwright.kernels.registry import OPERATORS, code_sha256, operator
 from shardwright.kernels.timing import median_ms
 from shardwright.kernels.verify import poisoned_memory, relative_error
+from shardwright.kernels.where import environment
 from shardwright.schemas.errors import KernelError, ShardwrightError
 from shardwright.schemas.files import write_atomic
 from shardwright.schemas.tuned import TunedEntry, TunedFile

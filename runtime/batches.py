@@ -6,12 +6,20 @@ Legend: N sequences, S tokens a sequence, G sequences a step, D data ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shardwright.runtime.batch import counted_tokens
+
+
+@lru_cache(maxsize=2)
+def order_of(seed: int, epoch: int, total: int) -> Tensor:
+    """[total] the shuffle of an epoch; a step may cross from one epoch into the next, so two are kept."""
+    generator = torch.Generator().manual_seed((seed << 32) + epoch)
+    return torch.randperm(total, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -40,12 +48,8 @@ class Batches:
         picked: list[int] = []
         while len(picked) < self.per_step:
             epoch, offset = divmod(first + len(picked), total)
-            picked += self._order(epoch)[offset : offset + self.per_step - len(picked)]
+            picked += order_of(self.seed, epoch, total)[offset : offset + self.per_step - len(picked)].tolist()
         return picked
-
-    def _order(self, epoch: int) -> list[int]:
-        generator = torch.Generator().manual_seed((self.seed << 32) + epoch)
-        return torch.randperm(len(self.sequences), generator=generator).tolist()
 
     def global_batch(self, step: int) -> Tensor:
         """[G, S] (or [G, 3, S]), for references in one process."""

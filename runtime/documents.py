@@ -41,7 +41,7 @@ def rows_of_samples(
             raise RecipeError(
                 "over-long-sample",
                 f"sample {place + 1} has {length} tokens, a sequence holds {sequence_tokens}",
-                where=where,
+                where=document.where or where,
                 next_action="raise recipe.batch.sequence_tokens, or shorten or remove this sample",
             )
         if not packing or length > room:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from shardwright.runtime.batch import counted_tokens
 from shardwright.runtime.device import Device
 from shardwright.runtime.losses import summed_loss
 from shardwright.runtime.mesh import Ranks
+from shardwright.schemas.errors import CheckFailed
 from shardwright.schemas.run import EvalMetric
 
 
@@ -20,6 +23,9 @@ def evaluate(
     """Mean loss per predicted token over ``sequences`` [N, S] or [N, 3, S].
 
     Sequences are dealt in rounds of D · micro; ranks without one in the last round run a copy that counts nothing.
+
+    Raises:
+        CheckFailed: ``held-out-not-finite``, on every rank.
     """
     round_size = ranks.sizes.data_ranks * micro
     total = torch.zeros((), dtype=torch.float64)
@@ -29,10 +35,18 @@ def evaluate(
             mine = sequences[first : first + micro]
             counted = len(mine) > 0
             ids = torch.from_numpy((mine if counted else sequences[:1]).astype(np.int64)).to(device.torch_device)
-            loss = summed_loss(model, ids).double().cpu()
-            total += loss if counted else 0.0
+            mine_summed = summed_loss(model, ids).double().cpu()
+            total += mine_summed if counted else 0.0
     total = total.to(device.torch_device)
     if ranks.world > 1:
         dist.all_reduce(total)
-    tokens = counted_tokens(sequences)
-    return EvalMetric(step=step, loss=float(total) / tokens, tokens=tokens)
+    tokens, loss = counted_tokens(sequences), float(total)
+    if not math.isfinite(loss):
+        raise CheckFailed(
+            "held-out-not-finite",
+            f"the held-out loss is {loss}",
+            where=f"step {step}",
+            next_action="lower the learning rate, or look for a held-out sequence that the base model cannot take; "
+            "`latest` still names the last good save",
+        )
+    return EvalMetric(step=step, loss=loss / tokens, tokens=tokens)

@@ -14,7 +14,9 @@ from shardwright.runtime import probe, record, state
 from shardwright.runtime.agree import on_first_rank, together
 from shardwright.runtime.batches import Batches
 from shardwright.runtime.checks.first_step import FirstStep
+from shardwright.runtime.checks.load import same_base
 from shardwright.runtime.checks.memory import memory_guard
+from shardwright.runtime.checks.step import base_digests, digest_of_base
 from shardwright.runtime.checks.watch import Watch
 from shardwright.runtime.data import load_images, load_sequences
 from shardwright.runtime.device import Device, open_device, reset_peak_host
@@ -27,6 +29,7 @@ from shardwright.runtime.metrics import say
 from shardwright.runtime.preflight.run import preflight
 from shardwright.runtime.preflight.run import require as require_preflight
 from shardwright.runtime.profile import asked_step
+from shardwright.runtime.records import shared_records
 from shardwright.runtime.run_log import RunLog
 from shardwright.runtime.session import Live, build
 from shardwright.runtime.train import Gradient, Trainer
@@ -57,7 +60,7 @@ def execute(plan_path: Path, approvals: Path, checkpoint: Path, recipe_root: Pat
             say(f"{run_dir} holds this plan's finished run; nothing to do")
             return
         ranks = open_mesh(plan.decision.strategy.mesh, device)
-        _Run(plan, checkpoint, recipe_root, run_dir, ranks, device).go(plan_path)
+        _Run(plan, checkpoint, recipe_root, run_dir, ranks, device).go()
     finally:
         lock.release()
 
@@ -116,11 +119,11 @@ class _Run:
         self.recipe = plan.decision.recipe
         self.log = RunLog(plan, run_dir, ranks, device.name)
 
-    def go(self, plan_path: Path) -> None:
+    def go(self) -> None:
         """All of it; a failure is written into the record before it is raised."""
         log = self.log
         try:
-            log.begin(plan_path)
+            log.begin()
             asked_step(self.recipe.schedule.steps)
             self._preflight()
             rows = self._rows()
@@ -159,6 +162,7 @@ class _Run:
             return sequences(data.train, 1), sequences(data.held_out, wanted)[:wanted]
 
         on_first_rank(lambda: len(both()))
+        self.log.warned(on_first_rank(lambda: shared_records(self.root / data.train, self.root / data.held_out, data)))
         rows = together(both)
         reset_peak_host()
         return rows
@@ -169,17 +173,23 @@ class _Run:
         guard = FirstStep(trainer) if done == 0 else None
         if guard is None:
             log.resumed(done, trainer.resume_notes)
+            base = base_digests(live.model, live.parameters, trainer.router_biases())
+            trainer.saver.base = digest_of_base(base)
+            log.checked(same_base(trainer.base_of_save(done), trainer.saver.base))
         else:
             log.from_the_start()
             log.checked(guard.before())
+            base = guard.base_before
+            trainer.saver.base = digest_of_base(base)
             self.device.reset_peak_memory()
             log.evaluated(trainer.evaluate(0))
+            self.device.manual_seed(state.draw_seed(self.recipe.seeds.lora, 0, self.ranks.rank))
 
         def on_gradient(step: int, gradient: Gradient) -> None:
             if guard is not None and step == 1:
                 log.checked(guard.on_gradient(gradient))
 
-        watch = Watch(trainer, guard.base_before if guard is not None else None)
+        watch = Watch(trainer, base)
 
         def on_step(metric: StepMetric, gradient: Gradient) -> None:
             log.stepped(metric)
@@ -193,8 +203,7 @@ class _Run:
 
         losses = on_first_rank(lambda: [one.loss for one in log.evaluations])
         stopped = trainer.run(done + 1, on_gradient, on_step, log.evaluated, losses)
-        if guard is not None:
-            log.checked(guard.at_end())
+        log.checked(watch.at_end())
         probe.save_reference_logits(trainer)
         log.finished(live.meter, stopped)
         if self.ranks.world > 1:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwright.kernels.registry import OPERATORS, source_sha256
@@ -100,10 +101,19 @@ class DeltaLayer:
 
     def __call__(self, x: Tensor, bounds: Bounds | None) -> Tensor:
         """``[B, S, hidden]`` → the same."""
-        lead = x.shape[:2]
+        result: Tensor = self._part("o")(self.between(self.projections(x), x.shape[:2], bounds))
+        return result
+
+    def between(self, made: dict[str, Tensor], lead: torch.Size, bounds: Bounds | None) -> Tensor:
+        """What is between the projections ``made`` of x and the output's: ``[B, S, HV V]``.
+
+        Args:
+            made: values ``[B, S, ...]`` of ``projections``.
+            lead: B and S.
+            bounds: of packed documents.
+        """
         rows = tuple(lead) if bounds is None else (1, lead.numel())
         documents = None if bounds is None else flat_bounds(bounds)
-        made = self._projections(x)
         H, HV, K, V = (int(self.constants[size]) for size in SIZES[:4])
         heads = ((H, K), (H, K), (HV, V))
         convolved = [
@@ -129,10 +139,9 @@ class DeltaLayer:
         gate = self._value("gate", made).reshape(o.shape)
         eps, act = float(self.constants["eps"]), str(self.constants["act"])
         y = self.norm(o, gate, self._part("norm_weight"), eps, activation=act)
-        result: Tensor = self._part("o")(y.reshape(*lead, -1))
-        return result
+        return y.reshape(*lead, -1)
 
-    def _projections(self, x: Tensor) -> dict[str, Tensor]:
+    def projections(self, x: Tensor) -> dict[str, Tensor]:
         """Every projection of x itself by its path, each once."""
         streams = ("mixed",) if "mixed" in self.roles else STREAMS
         first = [f"{role}_low" if f"{role}_low" in self.roles else role for role in (*streams, "decay", "beta", "gate")]

@@ -94,14 +94,19 @@ class IndexerLoss:
             plain.module.__dict__[SETTINGS] = self.settings
             follow(layer, plain)
 
-    def put_on_plain(self, model: nn.Module) -> None:
-        """The same on the plain model of the first step's check, in plain torch."""
+    def put_on_plain(self, model: nn.Module) -> IndexerLoss:
+        """The same on the plain model of the first step's check, in plain torch.
+
+        Returns:
+            What is attached there; its ``share`` is for the reference to set, which cuts a batch as it likes.
+        """
         self.follow_plain(model)
         uncounted = replace(self, meter=LoadMeter())
         for layer in self.layers:
             plain = _beside(layer, model)
             plain.module.__dict__[LEARNER] = uncounted
             attach_plain(plain)
+        return uncounted
 
     def stand_by(self) -> None:
         """Have the live layers do the same while their fusions are off: a check compares both ways of one step."""

@@ -12,6 +12,7 @@ import importlib.util
 import io
 import math
 import re
+import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,9 @@ MAX_PATCHES, MAX_SIDE_PATCHES = 16_384, 512
 MAX_PIXELS = 1 << 28
 """A larger picture is refused before it is decoded."""
 MEAN = DEVIATION = 0.5
+WIDE_MODES = ("I", "F")
+BROKEN = (OSError, ValueError, SyntaxError, EOFError, LookupError, TypeError, OverflowError, struct.error)
+"""What Pillow raises on files that are not what they say."""
 _PIXMAP = re.compile(rb"^P6\s+(?:#[^\n]*\n\s*)*(\d{1,6})\s+(?:#[^\n]*\n\s*)*(\d{1,6})\s+255\s")
 
 
@@ -56,7 +60,7 @@ def patches_of(data: bytes, cutting: Cutting, where: str) -> np.ndarray:
 
 
 def decoded(data: bytes, where: str) -> np.ndarray:
-    """``[height, width, 3]`` uint8.
+    """``[height, width, 3]`` uint8, upright as the camera meant it.
 
     Raises:
         RecipeError: ``bad-image``, ``no-pillow``.
@@ -80,8 +84,13 @@ def decoded(data: bytes, where: str) -> np.ndarray:
         with pillow.open(io.BytesIO(data)) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise _bad(f"{image.width} × {image.height} pixels", where)
-            return np.asarray(image.convert("RGB"), np.uint8)
-    except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
+            if getattr(image, "n_frames", 1) > 1:
+                raise _bad(f"{image.n_frames} frames: which of them is meant is not said", where)
+            if image.mode in WIDE_MODES or image.mode.startswith("I;"):
+                raise _bad(f"pixels of mode {image.mode}, which eight bits do not hold", where)
+            upright = importlib.import_module("PIL.ImageOps").exif_transpose(image)
+            return np.asarray(upright.convert("RGB"), np.uint8)
+    except (*BROKEN, pillow.DecompressionBombError) as error:
         raise _bad(f"{type(error).__name__}: {error}"[:200], where) from error
 
 

@@ -152,7 +152,7 @@ def expanded(document: Document, placeholder: int, sizes: list[int], first: int)
     named = np.full(len(ids), NONE, np.int64)
     named[(np.cumsum(repeats) - repeats)[held]] = first + np.arange(len(sizes))
     counted = np.repeat(document.counted, repeats) & ~image
-    return Document(ids, counted), Document(named, counted)
+    return Document(ids, counted, document.where), Document(named, counted, document.where)
 
 
 def image_bytes(image: Any, folder: Path, where: str) -> bytes:
@@ -167,10 +167,13 @@ def image_bytes(image: Any, folder: Path, where: str) -> bytes:
         except (binascii.Error, TypeError, ValueError) as error:
             raise _bad_image(f"not base64: {error}", where) from error
     if isinstance(image, dict) and set(image) == {"path", "sha256"} and isinstance(image["path"], str):
-        target = (folder / image["path"]).resolve()
-        if not target.is_relative_to(folder.resolve()) or not target.is_file():
-            raise _bad_image(f"no file {image['path']!r} beside the data", where)
-        data = target.read_bytes()
+        try:
+            target = (folder / image["path"]).resolve()
+            if not target.is_relative_to(folder.resolve()) or not target.is_file():
+                raise _bad_image(f"no file {image['path']!r} beside the data", where)
+            data = target.read_bytes()
+        except (OSError, ValueError) as error:
+            raise _bad_image(f"{image['path']!r}: {error}"[:200], where) from error
         if hashlib.sha256(data).hexdigest() != image["sha256"]:
             raise _bad_image(f"{image['path']!r} is not the file whose sha256 the record names", where)
         return data

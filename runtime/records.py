@@ -5,10 +5,13 @@ Legend: T tokens of a file.
 
 from __future__ import annotations
 
+import codecs
+import hashlib
 import importlib
 import importlib.util
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ from shardwright.schemas.recipe import DataSpec
 
 LOOKED_AT = 1_000
 """Records that a first look parses, and on until one holds text."""
+MAX_RECORD_BYTES = 64 << 20
+"""A longer line is refused: it is a file that is no JSON lines, or a record that no tokenizer's memory holds."""
 
 
 def look(path: Path, spec: DataSpec) -> None:
@@ -44,7 +49,8 @@ def _look_at_lines(path: Path, spec: DataSpec) -> None:
         if number >= LOOKED_AT and filled:
             return
         if spec.format == "jsonl-messages":
-            filled = any(one["content"] for one in messages_of(line, spec.messages_field, where)) or filled
+            messages = messages_of(line, spec.messages_field, where)
+            filled = any(one["content"] or one.get("tool_calls") for one in messages) or filled
         else:
             filled = bool(text_of(line, spec.text_field, where)) or filled
     if not filled:
@@ -57,27 +63,72 @@ def _look_at_lines(path: Path, spec: DataSpec) -> None:
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, str]]:
-    """(file:number, line) of each line that is not blank.
+    """(file:number, line) of each line that is not blank; a byte order mark before the first is none of its text.
 
     Raises:
-        RecipeError: ``missing-data``; ``bad-record`` for bytes that are no UTF-8.
+        RecipeError: ``missing-data``; ``unreadable-data``; ``bad-record`` for bytes that are no UTF-8, or too many.
     """
     if not path.is_file():
         raise RecipeError("missing-data", "no such file", where=str(path), next_action="correct recipe.data")
-    with open(path, "rb") as stream:
-        for number, raw in enumerate(stream, start=1):
-            if not raw.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                yield where, raw.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise RecipeError(
-                    "bad-record",
-                    f"byte {error.start} of the line is no UTF-8 ({error.reason})",
-                    where=where,
-                    next_action="convert the file to UTF-8, or remove this line",
-                ) from error
+    try:
+        with open(path, "rb") as stream:
+            for number, raw in enumerate(iter(partial(stream.readline, MAX_RECORD_BYTES + 1), b""), start=1):
+                line = _line(raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw, f"{path}:{number}")
+                if line:
+                    yield f"{path}:{number}", line
+    except OSError as error:
+        raise RecipeError(
+            "unreadable-data", f"{error.strerror}", where=str(path), next_action="let this user read the file"
+        ) from error
+
+
+def _line(raw: bytes, where: str) -> str:
+    """The text of a line, empty where it is blank."""
+    if len(raw) > MAX_RECORD_BYTES:
+        raise RecipeError(
+            "bad-record",
+            f"a line of more than {MAX_RECORD_BYTES >> 20} MiB",
+            where=where,
+            next_action="write one record a line, and split this one if it is one",
+        )
+    try:
+        return raw.decode("utf-8") if raw.strip() else ""
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            "bad-record",
+            f"byte {error.start} of the line is no UTF-8 ({error.reason})",
+            where=where,
+            next_action="convert the file to UTF-8, or remove this line",
+        ) from error
+
+
+def shared_records(train: Path, held_out: Path, spec: DataSpec) -> tuple[str, ...]:
+    """A note where held-out records are among those trained on, byte for byte; none for packed ids, which have none.
+
+    Raises:
+        RecipeError: as :func:`lines_of` and :func:`column_of`.
+    """
+    if spec.format == "packed":
+        return ()
+    held = {_digest(record): where for where, record in _records(held_out, spec)}
+    seen = {digest: where for where, record in _records(train, spec) if (digest := _digest(record)) in held}
+    if not seen:
+        return ()
+    digest, where = next(iter(seen.items()))
+    return (
+        f"{len(seen)} of {len(held)} different held-out records are trained on too, first {held[digest]} = {where}: "
+        "the held-out loss is lower than that of new text; take them out of one of the files",
+    )
+
+
+def _records(path: Path, spec: DataSpec) -> Iterator[tuple[str, str]]:
+    if spec.format == "parquet-text":
+        return ((f"{path}, row {row}", str(text)) for row, text in enumerate(column_of(path, spec.text_field), start=1))
+    return ((where, line.strip()) for where, line in lines_of(path))
+
+
+def _digest(record: str) -> bytes:
+    return hashlib.sha256(record.encode("utf-8", "surrogatepass")).digest()
 
 
 def text_of(line: str, field: str, where: str) -> str:
@@ -99,7 +150,7 @@ def text_of(line: str, field: str, where: str) -> str:
 
 
 def messages_of(line: str, field: str, where: str) -> list[dict[str, Any]]:
-    """The messages of a record, each with a role and text content.
+    """The messages of a record, each with a role and text content; one that calls tools may have ``null`` for text.
 
     Raises:
         RecipeError: ``bad-record``.
@@ -114,8 +165,10 @@ def messages_of(line: str, field: str, where: str) -> list[dict[str, Any]]:
             next_action="correct this line, or recipe.data.messages_field",
         )
     for place, one in enumerate(messages):
-        sound = isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
-        if not sound:
+        sound = isinstance(one, dict) and isinstance(one.get("role"), str)
+        if sound and one.get("content") is None and _calls(one):
+            one["content"] = None
+        elif not sound or not isinstance(one.get("content"), str):
             raise RecipeError(
                 "bad-record",
                 f"message {place} of {field!r} has no role and content as text: {_found(one, 'content')}",
@@ -125,13 +178,25 @@ def messages_of(line: str, field: str, where: str) -> list[dict[str, Any]]:
     return messages
 
 
+def _calls(message: dict[str, Any]) -> bool:
+    calls = message.get("tool_calls")
+    return isinstance(calls, list) and bool(calls)
+
+
 def _record(line: str, where: str) -> Any:
     try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
+        record = json.loads(line)
+        if "\\ud" in line or "\\uD" in line:
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RecipeError(
+            "bad-record", "half of a surrogate pair is no text", where=where, next_action="correct or remove this line"
+        ) from error
+    except (ValueError, RecursionError) as error:
         raise RecipeError(
             "bad-record", f"not JSON: {error}", where=where, next_action="correct or remove this line"
         ) from error
+    return record
 
 
 def _found(record: Any, field: str) -> str:

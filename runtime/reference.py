@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,9 @@ def add_plain_lora(
     for target in targets:
         a, b = (leaves[name] for name in adapter_names(target))
         scaling = float(target.scaling)
+        if target.role == "router":  # a balancing loss reads them beside the matrix
+            gate: Any = model.get_submodule(target.module)
+            gate.lora_a, gate.lora_b, gate.lora_scaling = a, b, scaling
         if target.kind == "experts":
             stacks.setdefault(target.module, {})[target.parameter.rsplit(".", 1)[1]] = (a, b, scaling)
         elif target.role == "router" and type(router := model.get_submodule(target.module)) is not nn.Linear:
@@ -169,29 +172,49 @@ class _ExpertLoop:
         return self.module.act_fn(gate) * value
 
 
-def _documents(row: Tensor) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-    """[3 or 4, S] planes → (ids, labels, images) [1, s] of each document that counts, so that each runs alone."""
+def _documents(row: Tensor, every: bool) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """[3 or 4, S] planes → (ids, labels, images) [1, s] of each document, so that each runs alone.
+
+    Args:
+        every: those without a label too, padding among them; else only what counts.
+    """
     starts = [place for place, position in enumerate(row[2].tolist()) if position == 0]
     pieces = [row[:, first:last] for first, last in zip(starts, [*starts[1:], row.shape[1]], strict=True)]
     images = [piece[3:4] if len(piece) == 4 else None for piece in pieces]
-    counted = [bool((piece[1] != IGNORE).any()) for piece in pieces]
+    counted = [every or bool((piece[1] != IGNORE).any()) for piece in pieces]
     return [(p[:1], p[1:2], image) for p, image, counts in zip(pieces, images, counted, strict=True) if counts]
 
 
+class Weighed(Protocol):
+    """A loss that layers attach by themselves, the mean over the tokens of what runs, times ``share``."""
+
+    share: float
+
+
 def reference_step(
-    model: nn.Module, leaves: dict[str, Tensor], batch: Tensor, device: torch.device, rows: int = 1
+    model: nn.Module,
+    leaves: dict[str, Tensor],
+    batch: Tensor,
+    device: torch.device,
+    rows: int = 1,
+    attached: Weighed | None = None,
 ) -> ReferenceStep:
     """Loss per predicted token and gradient norm of a whole batch, some rows or one document at a time.
 
     Args:
         batch: [G, S] ids, or [G, 3 or 4, S] planes of ids, labels, positions and images.
         rows: ids of so many sequences run together.
+        attached: what layers add to the gradient by themselves; it is told which share of the batch's tokens runs, so
+            that every token weighs the same however the batch is cut, those without a label too.
     """
     planes = batch.dim() == 3
     tokens = int((batch[:, 1] != IGNORE).sum()) if planes else batch.shape[0] * (batch.shape[1] - 1)
     loss = 0.0
     for part in batch.to(device).split(1 if planes else rows):
-        for ids, labels, images in _documents(part[0]) if planes else ((part, part[:, 1:], None),):
+        every = attached is not None
+        for ids, labels, images in _documents(part[0], every) if planes else ((part, part[:, 1:], None),):
+            if attached is not None:
+                attached.share = ids.numel() / (batch.shape[0] * batch.shape[-1])
             seen = seen_images(model, images)
             logits = model(input_ids=ids, use_cache=False, **seen).logits[:, : labels.shape[1]].float()
             summed = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")

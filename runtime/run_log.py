@@ -5,7 +5,7 @@ Every call is made on all ranks. What ends a run on one rank, a check that faile
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from shardwright.runtime import record
 from shardwright.runtime.agree import together
 from shardwright.runtime.checks.compare import require
 from shardwright.runtime.experts.balance import LoadMeter
+from shardwright.runtime.failure import free_room
 from shardwright.runtime.mesh import Ranks
 from shardwright.runtime.metrics import Metrics, say
 from shardwright.runtime.preflight.run import warnings as preflight_warnings
@@ -51,13 +52,15 @@ class RunLog:
         self.steps: list[StepMetric] = []
         self.evaluations: list[EvalMetric] = []
 
-    def begin(self, plan_path: Path) -> None:
-        """Copy the plan, open the metrics, go on with the record of the same decision or start one."""
+    def begin(self) -> None:
+        """Keep the plan, open the metrics, go on with the record of the same decision or start one."""
         if not self.first:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        if plan_path.resolve() != (self.run_dir / PLAN_COPY).resolve():
-            shutil.copyfile(plan_path, self.run_dir / PLAN_COPY)
+        # The plan that was verified, not what its file may say by now.
+        copy = self.run_dir / PLAN_COPY
+        if not copy.is_file() or copy.read_bytes() != self.plan.to_bytes():
+            self.plan.save(copy)
         recipe, decision = self.plan.decision.recipe, self.plan.hashes.decision
         about = {"run": recipe.name, "decision": decision[:16]}
         self.metrics = Metrics(self.run_dir, recipe.schedule.steps, about)
@@ -69,14 +72,27 @@ class RunLog:
         say(f"plan {decision[:12]}: {self.plan.decision.strategy.text()}, {self.ranks.world} ranks")
 
     def close(self) -> None:
-        """End the metrics' files."""
+        """End the metrics' files; what cannot be written any more is lost with a word, not with the run."""
         if self.metrics is not None:
-            self.metrics.close()
+            try:
+                self.metrics.close()
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    say(f"the last metrics were not written: {error}")
 
     def failed(self, error: BaseException) -> None:
-        """How the run ended, before its end is known elsewhere."""
+        """How the run ended, before its end is known elsewhere; on a full disk the room that was kept for it is used.
+
+        A record that cannot be written hides no error: what ended the run is raised by the caller.
+        """
         stopped = isinstance(error, RunInterrupted)
-        self._note(status="interrupted" if stopped else "failed", failure="" if stopped else str(error)[:2000])
+        end = {"status": "interrupted" if stopped else "failed", "failure": "" if stopped else str(error)[:2000]}
+        try:
+            self._note(**end)
+        except OSError:
+            free_room(self.run_dir)
+            with contextlib.suppress(OSError):
+                self._note(**end)
 
     def preflight(self, results: tuple[PreflightResult, ...]) -> None:
         """What was found before anything was loaded."""

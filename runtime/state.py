@@ -46,6 +46,7 @@ from shardwright.runtime.state_folder import (
     set_aside,
     training_sha256,
 )
+from shardwright.schemas.canonical import sha256_of
 from shardwright.schemas.files import write_atomic
 from shardwright.schemas.plan import AdaptationPlan
 
@@ -54,6 +55,8 @@ __all__ = [
     "LATEST",
     "MANIFEST",
     "Saver",
+    "base_of",
+    "draw_seed",
     "expert_tokens",
     "final",
     "find",
@@ -98,6 +101,8 @@ class Saver:
         self.group = dist.new_group(backend="gloo") if ranks.world > 1 else None
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="save")
         self.pending: tuple[int, Future[None]] | None = None
+        self.base = ""
+        """Hash of this rank's frozen weights as the run began with them; empty where they were not hashed."""
 
     def start(self, step: int, expert_tokens: dict[str, list[int]]) -> Path:
         """Copy the state and write it in the background, after the save before it is done.
@@ -115,7 +120,7 @@ class Saver:
         work = saves(self.run_dir) / f".step-{step}.tmp"
         on_first_rank(lambda: require_room(self.run_dir, step, self._bytes()))
         on_first_rank(lambda: self._guarded(step, lambda: fresh(work)))
-        together(lambda: self._guarded(step, lambda: self._write_rng(work)))
+        together(lambda: self._guarded(step, lambda: self._write_own(work)))
         staged = BlockingAsyncStager().stage(_tensors(self.adapters, self.optimizer, self.ranks, self.biases))
         batch = self.plan.decision.recipe.batch
         facts = {
@@ -145,10 +150,13 @@ class Saver:
         if self.ranks.rank == 0:
             commit(self.run_dir, work, step, facts)
 
-    def _write_rng(self, work: Path) -> None:
+    def _write_own(self, work: Path) -> None:
+        """What no other rank has: random states, and which frozen weights it trains beside."""
         buffer = io.BytesIO()
         torch.save(self.device.rng_state(), buffer)
         write_atomic(work / f"rng-{self.ranks.rank}.pt", buffer.getvalue())
+        if self.base:
+            write_atomic(work / f"base-{self.ranks.rank}.txt", self.base.encode())
 
     def _guarded(self, step: int, work: Any) -> None:
         try:
@@ -196,6 +204,14 @@ def _tensors(
     return state
 
 
+def base_of(folder: Path, ranks: Ranks) -> str:
+    """Hash of this rank's frozen weights when the save was made; empty where the save is of another plan or layout."""
+    manifest = read_manifest(folder)
+    path = folder / f"base-{ranks.rank}.txt"
+    same = manifest["mesh"] == ranks.sizes.model_dump() and "carried_from" not in manifest
+    return path.read_text() if same and path.is_file() else ""
+
+
 def expert_tokens(folder: Path) -> dict[str, torch.Tensor]:
     """Layer → rows that each expert had got when the save was made."""
     return {layer: torch.tensor(count) for layer, count in read_manifest(folder)["expert_tokens"].items()}
@@ -209,11 +225,12 @@ def load(
     ranks: Ranks,
     device: Device,
     biases: dict[str, torch.Tensor] | None = None,
+    seed: int = 0,
 ) -> None:
     """Fill adapters, optimizer and routers' biases in place, from a save made on any mesh.
 
     Random states are a rank's own: they are taken back on the mesh that made them; on another one the generators are
-    seeded from step and rank.
+    seeded by :func:`draw_seed`.
     """
     state = _tensors(adapters, optimizer, ranks, biases or {})
     with _quiet():
@@ -224,7 +241,16 @@ def load(
     if same_mesh:
         device.set_rng_state(torch.load(folder / f"rng-{ranks.rank}.pt", weights_only=True))
     else:
-        device.manual_seed((step << 20) + ranks.rank)
+        device.manual_seed(draw_seed(seed, step, ranks.rank))
+
+
+def draw_seed(seed: int, step: int, rank: int) -> int:
+    """What a rank's generators start from after a step (0: before the first): its dropout, which is no other rank's.
+
+    Args:
+        seed: ``recipe.seeds.lora``.
+    """
+    return int(sha256_of([seed, step, rank], floats=False)[:15], 16)
 
 
 def _take_back(state: dict[str, Any], adapters: dict[str, Owned], optimizer: AdapterOptimizer, ranks: Ranks) -> None:

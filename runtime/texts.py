@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from shardwright.runtime.chat import Document
 from shardwright.runtime.records import column_of, json_of, lines_of, open_packed, text_of
 from shardwright.schemas.errors import RecipeError
 from shardwright.schemas.recipe import DataSpec
+
+ENCODED_AT_ONCE = 8 << 20
+"""Characters that are tokenised together: what a tokenizer says of a token takes some hundred times its bytes."""
 
 
 def read_texts(path: Path, spec: DataSpec) -> list[str]:
@@ -101,13 +105,31 @@ def tokenise_texts(texts: list[str], checkpoint: Path, config: ModelConfig, wher
         RecipeError: as :func:`tokenise`.
     """
     tokenizer, end = open_tokenizer(checkpoint, config)
-    encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
-    pieces = [np.asarray([*item.ids, end], dtype=np.int64) for item in encoded if item.ids]
+    pieces = [
+        np.asarray([*item.ids, end], dtype=np.int64)
+        for some in _few_at_once(texts)
+        for item in tokenizer.encode_batch(some, add_special_tokens=False)
+        if item.ids
+    ]
     if not pieces:
         raise RecipeError("no-tokens", "tokenising gives no token", where=where, next_action="give a file with text")
     documents = [Document(piece, np.ones(len(piece), dtype=bool)) for piece in pieces]
     in_vocabulary(documents, checkpoint, config)
     return documents
+
+
+def _few_at_once(texts: list[str]) -> Iterator[list[str]]:
+    """Texts in order, with at most ``ENCODED_AT_ONCE`` characters together, one at least."""
+    some: list[str] = []
+    room = ENCODED_AT_ONCE
+    for text in texts:
+        if some and len(text) > room:
+            yield some
+            some, room = [], ENCODED_AT_ONCE
+        some.append(text)
+        room -= len(text)
+    if some:
+        yield some
 
 
 def packed_ids(path: Path, spec: DataSpec, config: ModelConfig) -> np.ndarray:

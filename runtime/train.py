@@ -35,6 +35,7 @@ from shardwright.runtime.ownership import sum_copies
 from shardwright.runtime.preemption import StopRequest, interrupted
 from shardwright.runtime.profile import recording
 from shardwright.runtime.session import Live
+from shardwright.runtime.whereabouts import Whereabouts
 from shardwright.schemas.cost import Moment
 from shardwright.schemas.errors import CheckFailed
 from shardwright.schemas.plan import AdaptationPlan
@@ -75,6 +76,7 @@ class Trainer:
         self.balancer = balancer_for(self.plan, self.live.model, self.live.meter, planes)
         self.indexer = indexer_loss_for(self.plan, self.live.model, self.live.meter)
         self.biases = biases_for(self.plan, self.live.model, self.live.meter)
+        self.where = Whereabouts(self.ranks, self.run_dir)
         on_host = self.strategy.offload == "adapter_optimizer"
         self.optimizer = AdapterOptimizer(self.live.adapters, self.recipe.optimizer, self.ranks, on_host)
         self.saver = state.Saver(
@@ -85,8 +87,11 @@ class Trainer:
         """Full name → bias that moves with the loads; empty where all are frozen."""
         return {} if self.biases is None else self.biases.tensors()
 
-    def gradient(self, step: int) -> Gradient:
+    def gradient(self, step: int, cut: Callable[[Tensor], Tensor] = lambda rows: rows) -> Gradient:
         """Forward and backward over this rank's micro-batches of a step; gradients are sums over all ranks.
+
+        Args:
+            cut: the part of a micro-batch that runs; all ranks cut alike.
 
         Raises:
             CheckFailed: ``no-gradient``, ``loss-not-finite``.
@@ -99,7 +104,7 @@ class Trainer:
         self._dropout(True)
         with self.live.meter.record():
             for rows in self.batches.micro_batches(step, self.ranks.data_rank):
-                total += self._one_micro_batch(rows, tokens)
+                total += self._one_micro_batch(cut(rows), tokens)
         self._dropout(False)
         balance = loss_over_ranks(self.balancer, self.ranks, self.device)
         indexer = loss_over_ranks(self.indexer, self.ranks, self.device)
@@ -149,10 +154,12 @@ class Trainer:
         """One optimizer step with its measurements; ``on_gradient`` looks at it before it is applied, off the clock."""
         with recording(self.run_dir, step, self.ranks.rank, self.device):
             began = self._clock()
+            self.where.at(f"step {step}, forward and backward")
             gradient = self.gradient(step)
             paused = self._clock()
             on_gradient(step, gradient)
             resumed = self._clock()
+            self.where.at(f"step {step}, the optimizer")
             rate = self.apply(step, gradient)
             seconds = self._clock() - began - (resumed - paused)
         metric = StepMetric(
@@ -175,6 +182,7 @@ class Trainer:
         Raises:
             RunError: ``out-of-memory``.
         """
+        self.where.at(f"held-out sequences after step {step}")
         with self._guarded("forward_peak"):
             return evaluate(
                 self.live.model, self.held_out, step, self.strategy.micro_batch_sequences, self.ranks, self.device
@@ -182,6 +190,7 @@ class Trainer:
 
     def start_save(self, step: int) -> Path:
         """Begin a save of this step; training goes on while it is written."""
+        self.where.at(f"the save of step {step}")
         tokens = {layer: count.tolist() for layer, count in self.live.meter.total.items()}
         return self.saver.start(step, tokens)
 
@@ -201,10 +210,14 @@ class Trainer:
         if found is None:
             return 0
         self.resume_notes = on_first_rank(lambda: state.set_aside(found))
-        held = self.router_biases()
-        state.load(found.folder, found.step, self.live.adapters, self.optimizer, self.ranks, self.device, held)
+        held, seed = self.router_biases(), self.recipe.seeds.lora
+        state.load(found.folder, found.step, self.live.adapters, self.optimizer, self.ranks, self.device, held, seed)
         self.live.meter.total = state.expert_tokens(found.folder)
         return found.step
+
+    def base_of_save(self, step: int) -> str:
+        """Hash of the frozen weights that the save of a step was trained beside; empty where it does not tell."""
+        return state.base_of(state.saves(self.run_dir) / f"step-{step}", self.ranks)
 
     def run(
         self,
@@ -228,7 +241,7 @@ class Trainer:
         """
         schedule = self.recipe.schedule
         patience = EarlyStop(schedule.early_stop_evaluations, losses)
-        with StopRequest(self.ranks, self.device) as stop, collected_between_steps() as garbage:
+        with StopRequest(self.ranks, self.device) as stop, collected_between_steps() as garbage, self.where:
             for step in range(first, schedule.steps + 1):
                 metric, gradient = self.step(step, on_gradient)
                 garbage.step()

@@ -18,6 +18,17 @@ from shardwright.schemas.errors import RecipeError, StalePlanError
 from shardwright.schemas.plan import AdaptationPlan, Decision
 from shardwright.search_spaces.executable import EXECUTABLE
 
+ALTERING = {
+    "TRITON_INTERPRET": "cuda",
+    "TRITON_KERNEL_OVERRIDE": "cuda",
+    "NVIDIA_TF32_OVERRIDE": "cuda",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "cuda",
+    "TORCHDYNAMO_DISABLE": "",
+    "TORCH_COMPILE_DISABLE": "",
+}
+"""Variables that put other arithmetic or other kernels in the place of what a plan names → the device type on which
+they do; empty: on any, where the plan has a compiled region."""
+
 
 def verify_plan_against_world(plan: AdaptationPlan, checkpoint: Path, recipe_root: Path) -> None:
     """Recompute everything that the decision pins. Code of the checkpoint is trusted in this process from then on.
@@ -36,6 +47,7 @@ def verify_plan_against_world(plan: AdaptationPlan, checkpoint: Path, recipe_roo
         *_checkpoint(decision, checkpoint),
         *_data(decision, recipe_root),
         *_environment(decision),
+        *_variables(decision),
         *_kernels(decision),
         *_devices(decision),
     ]
@@ -96,6 +108,15 @@ def _environment(decision: Decision) -> Iterator[str]:
     found = versions()
     for name, planned in decision.environment.items():
         yield from _differ(f"decision.environment.{name}", planned.split("+")[0], found.get(name, "not known"))
+
+
+def _variables(decision: Decision) -> Iterator[str]:
+    compiled = any(one.provider == "compile" and not one.rejected for one in decision.fusions)
+    for name, kind in ALTERING.items():
+        applies = kind == decision.cluster.device_type or (not kind and compiled)
+        value = os.environ.get(name, "")
+        if applies and value.lower() not in ("", "0", "false", "off", "no"):
+            yield f"environment.{name}: the plan was made with it unset, found {value}"
 
 
 def _kernels(decision: Decision) -> Iterator[str]:

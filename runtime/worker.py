@@ -10,11 +10,12 @@ restarted after one ends at once with the same exit code.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
 
-from shardwright.runtime.failure import end_if_failed, record_failure
+from shardwright.runtime.failure import end_if_failed, free_room, lasting, record_failure
 from shardwright.schemas.errors import ExitCode, ShardwrightError
 
 
@@ -30,9 +31,16 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         execute(options.plan, options.approvals, options.checkpoint, options.recipe_root, options.run_dir)
         failed = False
+        free_room(options.run_dir)
     except ShardwrightError as error:
         record_failure(options.run_dir, error)
         return int(error.exit_code)
+    except OSError as error:
+        found = lasting(error, options.run_dir)
+        if found is None:
+            raise
+        record_failure(options.run_dir, found)
+        return int(found.exit_code)
     finally:
         close(failed)
     return int(ExitCode.OK)
@@ -57,8 +65,9 @@ def entry() -> None:
     code = main()
     if (remote := sys.modules.get("shardwright.checkpoints.remote_code")) is not None:
         remote.release()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk under the logs must not change the exit code
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

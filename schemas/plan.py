@@ -113,10 +113,12 @@ class SearchRecord(Model):
     legal_strategies: CountInt
     feasible_strategies: CountInt
     oracle_step_ms: NonNegative
-    """Best of the exhaustive scan."""
+    """Best of the exhaustive scan; 0 where nothing fits."""
     study_step_ms: NonNegative
     """Best the study found by itself."""
     versions: dict[str, str]
+    fused_feasible_strategies: CountInt | None = added(None)
+    """How many fit with the fused operators that each may have; ``None`` where none may have any."""
 
 
 class PlainCost(Model):

@@ -133,7 +133,7 @@ class ScheduleSpec(Model):
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> ScheduleSpec:
-        if self.warmup_steps >= self.steps and self.warmup_steps > 0:
+        if self.warmup_steps >= self.steps:
             raise ValueError("warmup_steps must be smaller than steps")
         return self
 

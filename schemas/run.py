@@ -52,6 +52,10 @@ class LoadFacts(Model):
     seconds: NonNegative
     tensors: CountInt
     peak_host_bytes: CountInt
+    readers: CountInt = added(0)
+    """Threads that read ahead on this rank."""
+    staging_bytes: CountInt = added(0)
+    """Host memory of their buffers."""
 
 
 class ExpertLoad(Model):

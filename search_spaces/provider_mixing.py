@@ -85,15 +85,16 @@ def attention_residual(provider: str, dtype: str, T: int, R: int, H: int) -> OpC
     n, f, small, y = T * R * H * b, 4 * T * R * H, 4 * T * R, T * H * b
     wide = 4 * T * H
     if provider == "eager":
-        cast: Moves = [(n, f)] if b != 4 else []
-        back_cast: Moves = [(f, n)] if b != 4 else []
-        forward: Moves = [*cast, (f, f), (f, small), (small, small), (small, small), (f, small)]
-        forward += [(2 * small, small), (small, small), (f + small, f), (f, wide)]
-        forward += [(wide, y)] if b != 4 else []
-        backward: Moves = [(y, wide)] if b != 4 else []
-        backward += [(wide + small, f), (f + wide, f), (f, small), (2 * small, small), (2 * small, small)]
-        backward += [(2 * small, small), (small, f), (f, small), *[(small, small)] * 3, (small, f), (2 * f, f)]
-        backward += [(2 * f, f), (2 * f, f), *back_cast]
+        narrow, vector = b != 4, 4 * H
+        forward: Moves = [(n, f)] if narrow else []
+        forward += [(f, f), (f, small), (small, small), (small, small)]
+        forward += [(H * b, vector), (H * b, vector)] if narrow else []
+        forward += [(2 * vector, vector), (f + vector, small), (2 * small, small), (small, small), (f + small, f)]
+        forward += [(f, wide), (wide, y)] if narrow else [(f, wide)]
+        backward: Moves = [(y, wide)] if narrow else []
+        backward += [(wide + small, f), (f + wide, f), (f, small), *[(2 * small, small)] * 3, (small + vector, f)]
+        backward += [(2 * f, f), (small, small), (small, small), (2 * small, small), (small, f), (f, f), (f, f)]
+        backward += [(2 * f, f), (2 * f, f)] + ([(f, n)] if narrow else [])
     else:
         forward, backward = [(n, 2 * small), (n + 2 * small, y)], [(n + y + small, small), (n + y + 3 * small, n)]
     flops = 8 * T * R * H
@@ -106,6 +107,55 @@ def attention_residual(provider: str, dtype: str, T: int, R: int, H: int) -> OpC
         floor_bytes=(n + y, 2 * n + y),
         floor_flops=(flops, 2 * flops),
         saved=f + 2 * small,
+    )
+
+
+def residual_rows(provider: str, dtype: str, T: int, R: int, H: int, S: int) -> OpCost:
+    """A value added to the last of R rows, or (S = 1) a further row: all rows are copied.
+
+    Backward: gradients of the last row and of the others, each in zeros of the whole, their sum, and the sum with the
+    gradient of the mix that reads the same rows.
+    """
+    b = BYTES[dtype]
+    y, n = T * H * b, T * R * H * b
+    if S:
+        forward: Moves = [(n + y, n + y)]
+        backward: Moves = [(2 * n, n)]
+    else:
+        forward = [(2 * y, y), (n, n)]
+        backward = [(y, n), (n - y, n), (2 * n, n), (2 * n, n)]
+    return by_kernels(
+        "residual_rows",
+        provider,
+        dtype,
+        {"T": T, "R": R, "H": H, "S": S},
+        (moved(forward, T * H), moved(backward, T * H)),
+        floor_bytes=(3 * y, y),
+        floor_flops=(T * H, T * H),
+    )
+
+
+def situ(provider: str, dtype: str, T: int, I: int) -> OpCost:
+    """``β tanh(g/β) σ(g) · λ tanh(u/λ)`` over ``[T, I]``, in fp32 between the casts."""
+    b, n = BYTES[dtype], T * I
+    f = 4 * n
+    if provider == "eager":
+        widen, narrow = ([(n * b, f)], [(f, n * b)]) if b != 4 else ([], [])
+        unary, binary = (f, f), (2 * f, f)
+        forward = [*widen * 2, *[unary] * 7, *[binary] * 2, *narrow]
+        backward = [*widen, *[binary] * 8, *[unary] * 4, *narrow * 2]
+        saved = 2 * n * b + 6 * f
+    else:
+        forward, backward, saved = [(2 * n * b, n * b)], [(3 * n * b, 2 * n * b)], 2 * n * b
+    return by_kernels(
+        "situ",
+        provider,
+        dtype,
+        {"T": T, "I": I},
+        (moved(forward, 9 * n), moved(backward, 18 * n)),
+        floor_bytes=(3 * n * b, 5 * n * b),
+        floor_flops=(9 * n, 18 * n),
+        saved=saved,
     )
 
 

@@ -21,7 +21,14 @@ from shardwright.search_spaces.provider_dsa import dsa
 from shardwright.search_spaces.provider_experts import experts_embedding, experts_loop
 from shardwright.search_spaces.provider_gated import OURS, mla_gated
 from shardwright.search_spaces.provider_libraries import LIBRARY_KERNELS
-from shardwright.search_spaces.provider_mixing import activation, attention_residual, mla, swiglu
+from shardwright.search_spaces.provider_mixing import (
+    activation,
+    attention_residual,
+    mla,
+    residual_rows,
+    situ,
+    swiglu,
+)
 from shardwright.search_spaces.provider_norms import add_rms_norm, gated_rms_norm, latent_norm, qk_norm_rope, rms_norm
 from shardwright.search_spaces.provider_products import (
     gate_up_merge,
@@ -145,6 +152,8 @@ PROVIDER_COSTS: dict[str, Callable[..., OpCost]] = {
     "shared_expert": shared_expert,
     "latent_moe": latent_moe,
     "attention_residual": attention_residual,
+    "residual_rows": residual_rows,
+    "situ": situ,
     "activation": activation,
     "lora_linear": lora_linear,
 }

@@ -33,14 +33,23 @@ class Topology:
 
 
 _KNOWN: dict[str, Topology] = {}
+_SEEN: dict[int, tuple[ClusterSpec, Topology]] = {}
+"""The same by identity: hashing a cluster takes most of a millisecond. Each is kept, so none takes another's place."""
+
+MOST_SEEN = 64
 
 
 def topology_of(cluster: ClusterSpec) -> Topology:
     """Inner and outer level of a cluster, derived once from its graph."""
-    key = sha256_of(cluster)
-    if key not in _KNOWN:
-        _KNOWN[key] = _derive(cluster)
-    return _KNOWN[key]
+    seen = _SEEN.get(id(cluster))
+    if seen is None:
+        key = sha256_of(cluster)
+        if key not in _KNOWN:
+            _KNOWN[key] = _derive(cluster)
+        if len(_SEEN) >= MOST_SEEN:
+            _SEEN.clear()
+        _SEEN[id(cluster)] = seen = cluster, _KNOWN[key]
+    return seen[1]
 
 
 def link(cluster: ClusterSpec, name: str) -> LinkSpec | None:

@@ -118,7 +118,7 @@ def _bound(name: str, context: Context) -> Any:
 
 
 def _worked(name: str, context: Context, state: AdaptState) -> Output:
-    """A node's output, within its time; what ends it is told under its name."""
+    """A node's output, within its time; what ends it is told under its name, and ends the node beside it."""
 
     def work() -> Output:
         return tried_again(
@@ -130,7 +130,10 @@ def _worked(name: str, context: Context, state: AdaptState) -> Output:
         if name in MAIN_THREAD:
             with interrupted_after(name, seconds):
                 return work()
-        return limited(name, seconds, work)
+        return limited(name, seconds, work, context.failure)
     except ShardwrightError as error:
-        context.tell(name, "failed", error.code)
+        if context.failure.tells(error):
+            context.tell(name, "failed", error.code)
+        else:
+            context.tell(name, "note", f"{name} was ended: {error.code} beside it")
         raise

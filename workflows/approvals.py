@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import getpass
 import os
+import pwd
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -57,15 +57,17 @@ def demand_signature(approval: Approval) -> None:
 
 
 def demand_other_approver(log: Path, plan: AdaptationPlan) -> None:
-    """Somebody who edited nothing in the plan has approved it.
+    """Somebody who edited nothing in the plan has approved it, and did not take that back.
+
+    An approval counts where it is of this evidence too, and carries the signature of the key that is set here.
 
     Raises:
         ApprovalError: ``author-approved``, naming the authors.
     """
     authors = {edit.actor for edit in plan.decision.edits}
-    verdicts = read_log(log) if log.exists() else ()
-    mine = [v for v in verdicts if v.decision_sha256 == plan.hashes.decision and v.verdict == "approve"]
-    if authors and all(verdict.actor in authors for verdict in mine):
+    last = {verdict.actor: verdict for verdict in _verdicts_on(log, plan)}
+    others = [v for v in last.values() if v.verdict == "approve" and v.actor not in authors and _signed(v)]
+    if authors and not others:
         raise ApprovalError(
             "author-approved",
             f"only those who edited the plan have approved it: {', '.join(sorted(authors))}",
@@ -80,11 +82,12 @@ def log_beside(plan_file: Path) -> Path:
 
 
 def person() -> str:
-    """The name of whoever runs this process."""
+    """The name of whoever runs this process, from the system's accounts: the environment may say anything."""
+    number = os.getuid()
     try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "unknown"
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
 
 
 def record_verdict(
@@ -144,13 +147,24 @@ def _append(
 
 def latest_verdict(log: Path, plan: AdaptationPlan) -> Approval | None:
     """The last verdict on exactly this plan, or ``None``."""
-    verdicts = read_log(log) if log.exists() else ()
-    mine = [
-        item
-        for item in verdicts
-        if item.decision_sha256 == plan.hashes.decision and item.evidence_sha256 == plan.hashes.evidence
-    ]
+    mine = _verdicts_on(log, plan)
     return mine[-1] if mine else None
+
+
+def _verdicts_on(log: Path, plan: AdaptationPlan) -> list[Approval]:
+    """All verdicts on exactly this plan, in their order."""
+    hashes = plan.hashes
+    verdicts = read_log(log) if log.exists() else ()
+    return [v for v in verdicts if (v.decision_sha256, v.evidence_sha256) == (hashes.decision, hashes.evidence)]
+
+
+def _signed(approval: Approval) -> bool:
+    """Whether the approval counts under the key that is set here; always where none is set."""
+    try:
+        demand_signature(approval)
+    except ApprovalError:
+        return False
+    return True
 
 
 def plan_under_review(context: Context, planned: AdaptationPlan) -> AdaptationPlan:

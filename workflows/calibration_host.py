@@ -85,8 +85,8 @@ def exchange_seconds(kind: str) -> tuple[float, float] | None:
         return out
 
     alone = _median(forward, torch)
-    both = _median(lambda: forward().sum().backward(), torch)
-    return alone / LAYERS, max(0.0, both - alone) / LAYERS
+    backward = _median(lambda loss: loss.backward(), torch, lambda: forward().sum())
+    return alone / LAYERS, backward / LAYERS
 
 
 def beside_slowdown(kind: str) -> float | None:
@@ -163,12 +163,14 @@ def _several() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _median(work: Callable[[], object], torch: Any) -> float:
+def _median(work: Callable[..., object], torch: Any, given: Callable[[], object] | None = None) -> float:
+    """Seconds of ``work``, median after warm-up; of what ``given`` makes for it each time, outside the clock."""
     times = []
     for attempt in range(REPEATS + 3):
+        made = () if given is None else (given(),)
         torch.cuda.synchronize()
         began = time.perf_counter()
-        work()
+        work(*made)
         torch.cuda.synchronize()
         if attempt >= 3:
             times.append(time.perf_counter() - began)

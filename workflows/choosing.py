@@ -1,17 +1,19 @@
-"""The choice at the join: the search's best and its rivals, each with its own fused operators."""
+"""The choice at the join: the best strategies as they run, each with its own fused operators."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.schemas.fusion import FusionProposal
+from shardwright.schemas.fusion import FusionDecision, FusionProposal
 from shardwright.schemas.plan import Alternative, SearchRecord
 from shardwright.schemas.strategy import ParallelStrategy
+from shardwright.search_spaces.cost.fusion import operator_of
 from shardwright.workflows.planning import Inputs, Joined, certify, does_not_fit, fitting
+from shardwright.workflows.report.units import size
 from shardwright.workflows.stages import Stages
 
 MOST = 13
-"""Strategies that are re-certified and priced for one plan: the best, eight rivals, four further meshes."""
+"""Strategies that are certified whole and priced for one plan: the first search's best, and the best as run."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class Chosen:
 
     joined: Joined
     alternatives: tuple[Alternative, ...]
+    record: SearchRecord
     explanation: tuple[str, ...]
 
 
@@ -29,7 +32,6 @@ def choose(
     proposals: tuple[FusionProposal, ...],
     best: ParallelStrategy,
     alternatives: tuple[Alternative, ...],
-    further: tuple[ParallelStrategy, ...],
     record: SearchRecord,
     explanation: tuple[str, ...],
 ) -> Chosen:
@@ -38,12 +40,12 @@ def choose(
     Where no strategy gets a fused operator, what the search found stands as it is.
 
     Args:
-        further: strategies of other meshes that the search did not list.
+        best: of the search without fused operators.
         explanation: the search's own story, of its best.
 
     Raises:
         LegalityError: as ``planning.certify``.
-        InfeasibleError: as ``planning.fitting``, of the search's best, where nothing fits.
+        InfeasibleError: nothing fits, fused operators counted.
     """
 
     def certified(strategy: ParallelStrategy) -> Joined:
@@ -51,18 +53,52 @@ def choose(
             stages, inputs.profile, inputs.recipe, inputs.cluster, inputs.targets, proposals, _placed(stages, strategy)
         )
 
-    first = certified(best)
-    rivals = tuple(map(certified, [*(one.strategy for one in alternatives), *further][: MOST - 1]))
-    joined = (first, *rivals)
-    if not any(one.fused for one in joined):
-        return Chosen(fitting(first), alternatives, explanation)
-    listed = alternatives[: len(rivals)]
-    plain = (_listed(first), *listed, *map(_listed, rivals[len(listed) :]))
+    def decisions(strategy: ParallelStrategy) -> tuple[FusionDecision, ...]:
+        return stages.recertify(proposals, strategy, inputs.cluster, inputs.recipe)[1]
+
+    again = stages.search_fused(inputs.profile, inputs.recipe, inputs.cluster, inputs.targets, decisions, best)
+    if again is None:
+        return Chosen(fitting(certified(best)), alternatives, record, explanation)
+    known = {_unplaced(one): one for one in (best, *again.strategies, *(rival.strategy for rival in alternatives))}
+    joined = tuple(certified(strategy) for strategy in list(known.values())[:MOST])
+    record = record.model_copy(update={"fused_feasible_strategies": again.feasible})
+    plain = tuple(map(_listed, joined))
     ranked = stages.rerank(plain, tuple(one.cost for one in joined), record, inputs.cluster)
     chosen = joined[ranked.chosen]
     if not chosen.cost.feasible:
-        raise does_not_fit(first)
-    return Chosen(chosen, ranked.alternatives, ranked.explanation)
+        raise does_not_fit(chosen)
+    return Chosen(chosen, ranked.alternatives, record, (*_only_fused(stages, inputs, chosen), *ranked.explanation))
+
+
+def _only_fused(stages: Stages, inputs: Inputs, chosen: Joined) -> tuple[str, ...]:
+    """A sentence where the strategy does not fit without fused operators, with those that it cannot do without."""
+    if chosen.eager.feasible:
+        return ()
+    memory, needed = chosen.eager.memory, needed_operators(stages, inputs, chosen)
+    if needed:
+        which, refused = f": {', '.join(needed)}", "a plan without " + ("it" if len(needed) == 1 else "one of them")
+    else:
+        which, refused = ", any one of which may go", "a plan with too few of them"
+    return (
+        f"This strategy fits only with fusions{which}. Without fused operators it needs {size(memory.reserved_bytes)} "
+        f"a rank and {size(memory.budget_bytes)} are usable; {refused} is refused.",
+    )
+
+
+def needed_operators(stages: Stages, inputs: Inputs, chosen: Joined) -> tuple[str, ...]:
+    """Fused operators without which, each by itself, the strategy does not fit; by name."""
+
+    def fits_without(operator: str) -> bool:
+        rest = tuple(fusion for fusion in chosen.fusions if operator_of(fusion) != operator)
+        strategy, targets = chosen.strategy, inputs.targets
+        return stages.estimate(inputs.profile, inputs.recipe, inputs.cluster, strategy, targets, rest).feasible
+
+    operators = sorted({operator_of(fusion) for fusion in chosen.fusions if fusion.provider != "eager"})
+    return tuple(operator for operator in operators if not fits_without(operator))
+
+
+def _unplaced(strategy: ParallelStrategy) -> ParallelStrategy:
+    return strategy.model_copy(update={"expert_slots": ()})
 
 
 def _placed(stages: Stages, strategy: ParallelStrategy) -> ParallelStrategy:
@@ -76,7 +112,7 @@ def _listed(joined: Joined) -> Alternative:
     """A strategy's figures as the search lists rivals: without fused operators, and without places of experts."""
     cost = joined.eager
     return Alternative(
-        strategy=joined.strategy.model_copy(update={"expert_slots": ()}),
+        strategy=_unplaced(joined.strategy),
         step_ms=cost.time.step_ms,
         reserved_bytes=cost.memory.reserved_bytes,
         gpu_hours=cost.gpu_hours,

@@ -12,6 +12,7 @@ from shardwright.schemas.recipe import Recipe
 from shardwright.workflows.artifacts import ArtifactStore
 from shardwright.workflows.cache import NodeCache
 from shardwright.workflows.events import Event, EventKind, EventLog
+from shardwright.workflows.limits import Failure
 from shardwright.workflows.request import Request
 from shardwright.workflows.stages import Stages
 
@@ -57,6 +58,8 @@ class Context:
     log: Callable[[Event], None] | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
     """Node → seconds that it may take."""
+    failure: Failure = field(default_factory=Failure)
+    """Whether a node of this drive has failed."""
     cache: NodeCache | None = None
     """What other runs on this machine have worked out."""
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import yaml
 
 from shardwright.schemas.cluster import ClusterSpec, DeviceSpec, HostSpec, LinkSpec
-from shardwright.schemas.errors import UsageError
+from shardwright.schemas.errors import ClusterError, UsageError
 from shardwright.schemas.files import write_atomic
 from shardwright.schemas.words import plural
 from shardwright.workflows.machine import host_memory_bytes, usable_cores
+from shardwright.workflows.texts import read_text
 
 RECIPE = """\
 # What to train. `shardwright show --schema Recipe` describes every key.
@@ -68,8 +69,8 @@ def recorded_yaml(nvidia_smi: Path | None, slurm: Path | None) -> str:
             where="--nvidia-smi" if nvidia_smi is None or not nvidia_smi.is_file() else "--slurm",
             next_action=f"record them: {GPU_QUERY} > gpus.csv; {NODE_QUERY} > nodes.txt",
         )
-    nodes = parse_sinfo(slurm.read_text()) if slurm else ()
-    spec = cluster_from(parse_nvidia_smi(nvidia_smi.read_text()), nodes)
+    nodes = parse_sinfo(read_text(slurm, ClusterError)) if slurm else ()
+    spec = cluster_from(parse_nvidia_smi(read_text(nvidia_smi, ClusterError)), nodes)
     body = yaml.safe_dump(spec.model_dump(mode="json", exclude_defaults=True), sort_keys=False, allow_unicode=True)
     return f"# From recorded outputs; rates are the catalogue's, `sources` says where each comes from.\n{body}"
 

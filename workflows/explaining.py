@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+
 from shardwright.schemas.errors import UsageError
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.workflows.report.blocks import Document, Heading, Table, Text
 from shardwright.workflows.report.plan_content import alternatives_section, cost_section, fusion_section, plan_summary
+from shardwright.workflows.report.plan_verdict import signed_section
 from shardwright.workflows.report.units import duration
 
 
@@ -19,19 +22,29 @@ def explanation(plan: AdaptationPlan, subject: str | None) -> Document:
         UsageError: ``unknown-subject``.
     """
     sections = {
-        "strategy": lambda: (*plan_summary(plan), *alternatives_section(plan)),
+        "strategy": lambda: (*plan_summary(plan), *signed_section(plan), *alternatives_section(plan)),
         "memory": lambda: cost_section(plan)[:2],
         "time": lambda: (cost_section(plan)[0], cost_section(plan)[2]),
         "fusions": lambda: fusion_section(plan),
     }
     if subject is None:
-        return (*plan_summary(plan), *fusion_section(plan), *cost_section(plan), *alternatives_section(plan))
+        return (
+            *plan_summary(plan),
+            *signed_section(plan),
+            *fusion_section(plan),
+            *cost_section(plan),
+            *alternatives_section(plan),
+        )
     if subject in sections:
         return sections[subject]()
     if any(proposal.id == subject for proposal in plan.evidence.proposals):
         return proposal_document(plan, subject)
-    known = ", ".join([*sections, *(proposal.id for proposal in plan.evidence.proposals)])
-    raise UsageError("unknown-subject", f"nothing called {subject!r}", where="SUBJECT", next_action=f"one of: {known}")
+    known = [*sections, *(proposal.id for proposal in plan.evidence.proposals)]
+    near = [name for name in known if subject in name] or get_close_matches(subject, known, cutoff=0.4)
+    advice = f"name one of: {', '.join(near or known)}"
+    if near:
+        advice = f"{advice}; `shardwright explain PLAN fusions` lists all"
+    raise UsageError("unknown-subject", f"nothing called {subject!r}", where="SUBJECT", next_action=advice)
 
 
 def proposal_document(plan: AdaptationPlan, proposal_id: str) -> Document:

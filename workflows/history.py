@@ -31,9 +31,25 @@ class Visit(Model):
 
 
 def runs_in(root: Path) -> tuple[tuple[Path, RunStatus | str], ...]:
-    """Run folders under a root by name, each with its status or the code of what is wrong with it."""
+    """Run folders under a root by name, each with its status or the code of what is wrong with it.
+
+    Raises:
+        UsageError: ``no-folder`` or ``is-a-run``.
+    """
     if not root.is_dir():
-        return ()
+        raise UsageError(
+            "no-folder",
+            "this is a file" if root.exists() else "no such folder",
+            where=str(root),
+            next_action="name the folder that holds the runs, such as runs",
+        )
+    if request_path(root).is_file():
+        raise UsageError(
+            "is-a-run",
+            "this folder is a run itself",
+            where=str(root),
+            next_action=f"`shardwright runs show {root}` shows its course; --root names the folder around it",
+        )
     found: list[tuple[Path, RunStatus | str]] = []
     for folder in sorted(path for path in root.iterdir() if request_path(path).is_file()):
         try:

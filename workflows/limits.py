@@ -1,4 +1,7 @@
-"""How long a node may take. One that takes longer ends with a typed cause, and the run stays before it."""
+"""How long a node may take, and when nobody waits for it any more: its time is over, or a node beside it has failed.
+
+One that takes longer ends with a typed cause, and the run stays before it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,20 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-from shardwright.schemas.errors import RunError, UsageError
+from shardwright.schemas.errors import (
+    CheckpointError,
+    ClusterError,
+    InfeasibleError,
+    LegalityError,
+    RecipeError,
+    RunError,
+    ShardwrightError,
+    UsageError,
+)
 
 T = TypeVar("T")
 
@@ -26,7 +39,7 @@ DEFAULT_S: Mapping[str, float] = {
 UNLIMITED = "review"
 
 LEFT_BEHIND: list[threading.Thread] = []
-"""Threads whose time was over. A process with one of them must end without waiting for it: it may be in native code."""
+"""Threads that nobody waits for. A process with one of them ends without waiting, too: it may be in native code."""
 
 
 def parse_limits(words: Sequence[str], nodes: Sequence[str]) -> dict[str, float]:
@@ -54,25 +67,48 @@ def parse_limits(words: Sequence[str], nodes: Sequence[str]) -> dict[str, float]
     return found
 
 
-def limited(node: str, seconds: float | None, work: Callable[[], T]) -> T:
-    """Do the work of a node, in a thread of its own that is left behind when its time is over.
+FINAL = (CheckpointError, ClusterError, InfeasibleError, LegalityError, RecipeError)
+"""What the same inputs give again. After another failure the same command goes on, so what runs beside it is kept."""
+
+
+class Failure:
+    """The first final failure of a run's nodes: those beside it end with the same."""
+
+    def __init__(self) -> None:
+        self.first: Future[None] = Future()
+
+    def tells(self, error: ShardwrightError) -> bool:
+        """Whether the error is its node's own; a final one ends the nodes beside it."""
+        if not isinstance(error, FINAL):
+            return True
+        try:
+            self.first.set_exception(error)
+        except InvalidStateError:
+            return False
+        return True
+
+
+def limited(node: str, seconds: float | None, work: Callable[[], T], failure: Failure | None = None) -> T:
+    """Do the work of a node, in a thread of its own that is left behind when nobody waits for it any more.
 
     What a left thread still writes is content-addressed and does no harm; it dies with the process.
 
     Raises:
         RunError: ``timed-out``.
+        ShardwrightError: that of the node that failed first, where one beside this did.
     """
     if seconds is None:
         return work()
     worker = _Worker(work)
     worker.start()
-    worker.join(seconds)
-    if worker.is_alive():
-        LEFT_BEHIND.append(worker)
-        raise late(node, seconds)
-    if worker.error is not None:
-        raise worker.error
-    return worker.results[0]
+    beside = () if failure is None else (failure.first,)
+    wait((worker.outcome, *beside), seconds, FIRST_COMPLETED)
+    if worker.outcome.done():
+        return worker.outcome.result()
+    LEFT_BEHIND.append(worker)
+    if failure is not None and failure.first.done():
+        failure.first.result()
+    raise late(node, seconds)
 
 
 class _Worker(threading.Thread, Generic[T]):
@@ -81,14 +117,13 @@ class _Worker(threading.Thread, Generic[T]):
     def __init__(self, work: Callable[[], T]) -> None:
         super().__init__(daemon=True)
         self.work = work
-        self.results: list[T] = []
-        self.error: BaseException | None = None
+        self.outcome: Future[T] = Future()
 
     def run(self) -> None:
         try:
-            self.results.append(self.work())
+            self.outcome.set_result(self.work())
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
-            self.error = error
+            self.outcome.set_exception(error)
 
 
 @contextmanager

@@ -57,6 +57,8 @@ class Joined:
     cost: CostReport
     eager: CostReport
     """The same without fused operators; the same report where there are none."""
+    undecided: CostReport | None = None
+    """Where it does not fit and a reviewer decided on fusions: the cost without these decisions."""
 
     @property
     def fused(self) -> int:
@@ -75,7 +77,7 @@ def fitting(joined: Joined) -> Joined:
     """What was certified, where its memory fits.
 
     Raises:
-        InfeasibleError: ``out-of-memory``, with the fullest component.
+        InfeasibleError: as ``does_not_fit``.
     """
     if not joined.cost.feasible:
         raise does_not_fit(joined)
@@ -83,8 +85,19 @@ def fitting(joined: Joined) -> Joined:
 
 
 def does_not_fit(joined: Joined) -> InfeasibleError:
-    """``out-of-memory``, with the fullest component."""
+    """``out-of-memory``, with the fullest component; ``fusion-needed`` where it fits but for a reviewer's decisions."""
     memory = joined.cost.memory
+    if joined.undecided is not None and joined.undecided.feasible:
+        off = [fusion.proposal_id for fusion in joined.fusions if fusion.rejected]
+        return InfeasibleError(
+            "fusion-needed",
+            f"this strategy fits only with its fusions: as decided it needs {size(memory.reserved_bytes)} a rank "
+            f"and {size(memory.budget_bytes)} are usable, with all of them "
+            f"{size(joined.undecided.memory.reserved_bytes)}" + (f"; turned off: {', '.join(off)}" if off else ""),
+            where=joined.strategy.text(),
+            next_action="keep the fusion, or first edit the strategy to one that fits without it: more sharding, "
+            "a smaller micro-batch or full checkpointing",
+        )
     fullest = max(memory.components, key=lambda c: c.bytes)
     return InfeasibleError(
         "out-of-memory",
@@ -128,9 +141,13 @@ def certify(
         reject(d, (rejected or {})[d.proposal_id]) if d.proposal_id in (rejected or {}) else d for d in decisions
     )
     cost = stages.estimate(profile, recipe, cluster, strategy, targets, fusions)
-    if all(fusion.provider == "eager" for fusion in fusions):
-        return Joined(strategy, certified, fusions, cost, cost)
-    return Joined(strategy, certified, fusions, cost, stages.estimate(profile, recipe, cluster, strategy, targets, ()))
+    fused = any(fusion.provider != "eager" for fusion in fusions)
+    eager = stages.estimate(profile, recipe, cluster, strategy, targets, ()) if fused else cost
+    undecided = None
+    if not cost.feasible and (rejected or chosen):
+        own = _recertify(stages, proposals, strategy, cluster, recipe, {})[1]
+        undecided = stages.estimate(profile, recipe, cluster, strategy, targets, own)
+    return Joined(strategy, certified, fusions, cost, eager, undecided)
 
 
 def _recertify(
@@ -236,8 +253,9 @@ def _with_fusions(joined: Joined) -> tuple[str, ...]:
     if joined.plain is None:
         return ()
     step, memory = duration(joined.cost.time.step_ms), size(joined.cost.memory.reserved_bytes)
+    over = joined.plain.reserved_bytes > joined.eager.memory.budget_bytes
     without, held = duration(joined.plain.step_ms), size(joined.plain.reserved_bytes)
     return (
         f"With the {plural(joined.fused, 'fused operator')} installed here a step takes {step} and a "
-        f"rank reserves {memory}; without them {without} and {held}.",
+        f"rank reserves {memory}; without them {without} and {held}{', which does not fit' if over else ''}.",
     )

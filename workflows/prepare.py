@@ -108,7 +108,7 @@ def approved_start(
     demand_signature(approval)
     if other_approver:
         demand_other_approver(log, plan)
-    folder = _checkpoint_folder(checkpoint)
+    folder = local_checkpoint(checkpoint)
     demand_weights(folder)
     request = Request(
         goal="apply",
@@ -203,7 +203,7 @@ def checkpoint_folder(checkpoint: Path, *, offline: bool = False) -> Path:
             where=_address(checkpoint),
             next_action="name a local folder, or leave --offline out",
         )
-    return _checkpoint_folder(resolve_checkpoint(checkpoint))
+    return local_checkpoint(resolve_checkpoint(checkpoint))
 
 
 def on_hub(checkpoint: Path) -> bool:
@@ -236,7 +236,12 @@ def demand_weights(folder: Path) -> None:
     )
 
 
-def _checkpoint_folder(checkpoint: Path) -> Path:
+def local_checkpoint(checkpoint: Path) -> Path:
+    """The folder of a checkpoint that is here.
+
+    Raises:
+        CheckpointError: ``headers-only`` of an address, ``missing-folder``.
+    """
     if on_hub(checkpoint):
         raise CheckpointError(
             "headers-only",
@@ -246,7 +251,10 @@ def _checkpoint_folder(checkpoint: Path) -> Path:
         )
     if not checkpoint.is_dir():
         raise CheckpointError(
-            "missing-folder", "no such folder", where=str(checkpoint), next_action="name the folder with config.json"
+            "missing-folder",
+            "this is a file, not a folder" if checkpoint.is_file() else "no such folder",
+            where=str(checkpoint),
+            next_action="name the folder with config.json",
         )
     return checkpoint.resolve()
 

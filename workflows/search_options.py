@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from shardwright.schemas.canonical import sha256_file
 from shardwright.schemas.cluster import Calibration, ClusterSpec
@@ -16,8 +19,9 @@ from shardwright.schemas.profile import CheckpointProfile
 from shardwright.schemas.recipe import Recipe
 from shardwright.schemas.run import RunRecord
 from shardwright.schemas.strategy import ParallelStrategy
+from shardwright.schemas.validation import explain
 from shardwright.workflows.request import Request, SearchRequest
-from shardwright.workflows.stages import Decisions, SearchResult, Stages, told
+from shardwright.workflows.stages import Decisions, FusedSearch, SearchResult, Stages, told
 
 Loads = tuple[tuple[float, ...], ...]
 MILLION = 1_000_000
@@ -44,10 +48,13 @@ def search_request(
 
     Raises:
         ClusterError: the calibration is unreadable or wrong.
-        UsageError: ``no-loads``: the run has recorded no expert loads.
+        UsageError: ``missing``: no such file; ``no-loads``: the run has recorded no expert loads.
     """
     if calibration is None and load_profile is None and not explore and time_budget_s is None:
         return None
+    for option, path in (("--calibration", calibration), ("--load-profile", load_profile)):
+        if path is not None and not path.exists():
+            raise UsageError("missing", "no such file", where=str(path), next_action=f"name another with {option}")
     loads = None if load_profile is None else record_file(load_profile)
     asked = SearchRequest(
         calibration="" if calibration is None else str(calibration.resolve()),
@@ -102,10 +109,15 @@ def expert_shares(run_dir: Path) -> Loads:
     """Share of rows by MoE layer and expert, from a run's record; layers in the model's order, idle ones even.
 
     Raises:
-        UsageError: ``no-loads``, where there is no record or it holds no loads.
+        UsageError: ``no-loads``, where there is no record, it is damaged, or it holds no loads.
     """
     path = record_file(run_dir)
-    record = RunRecord.model_validate_json(path.read_bytes()) if path.is_file() else None
+    try:
+        record = RunRecord.model_validate_json(path.read_bytes()) if path.is_file() else None
+    except ValidationError as error:
+        raise UsageError(
+            "no-loads", f"not a run record: {explain(error)}", where=str(path), next_action="name the folder of a run"
+        ) from error
     found = sorted(record.expert_loads, key=lambda one: _by_number(one.layer)) if record else []
     layers = [layer.tokens if sum(layer.tokens) else (1,) * len(layer.tokens) for layer in found]
     if not any(sum(layer.tokens) for layer in found):
@@ -151,7 +163,30 @@ def stages_with(options: SearchOptions) -> Stages:
             explore=options.explore,
             loads=options.loads,
             time_budget_s=options.time_budget_s,
+            may_fuse=True,
             **more,
+        )
+
+    def search_fused(
+        profile: CheckpointProfile,
+        recipe: Recipe,
+        cluster: ClusterSpec,
+        targets: tuple[LoraTarget, ...],
+        certified: Callable[[ParallelStrategy], Decisions],
+        found: ParallelStrategy,
+    ) -> FusedSearch | None:
+        from shardwright.agents.strategy.as_run import search_fused as again
+
+        return again(
+            profile,
+            recipe,
+            cluster,
+            targets,
+            certified,
+            found,
+            calibration=options.calibration,
+            explore=options.explore,
+            loads=options.loads,
         )
 
     def violations(
@@ -181,7 +216,9 @@ def stages_with(options: SearchOptions) -> Stages:
         return with_places(strategy, options.loads)
 
     placing = place if options.loads else None
-    return replace(Stages(), search=search, violations=violations, estimate=estimate, place=placing)
+    return replace(
+        Stages(), search=search, search_fused=search_fused, violations=violations, estimate=estimate, place=placing
+    )
 
 
 def with_loads(plan: AdaptationPlan, loads: Loads) -> AdaptationPlan:

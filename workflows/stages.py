@@ -44,8 +44,15 @@ class SearchResult(Protocol):
     def record(self) -> SearchRecord: ...
     @property
     def explanation(self) -> tuple[str, ...]: ...
+
+
+class FusedSearch(Protocol):
+    """What the search finds when strategies are priced with their fused operators."""
+
     @property
-    def contenders(self) -> tuple[ParallelStrategy, ...]: ...
+    def strategies(self) -> tuple[ParallelStrategy, ...]: ...
+    @property
+    def feasible(self) -> int: ...
 
 
 class Reranked(Protocol):
@@ -129,7 +136,22 @@ def _search(
     from shardwright.agents.strategy.run import run_search
 
     seed = recipe.seeds.search
-    return run_search(profile, recipe, cluster, targets, trials=trials, seed=seed, journal=journal, **more)
+    return run_search(
+        profile, recipe, cluster, targets, trials=trials, seed=seed, journal=journal, may_fuse=True, **more
+    )
+
+
+def _search_fused(
+    profile: CheckpointProfile,
+    recipe: Recipe,
+    cluster: ClusterSpec,
+    targets: tuple[LoraTarget, ...],
+    certified: Callable[[ParallelStrategy], Decisions],
+    found: ParallelStrategy,
+) -> FusedSearch | None:
+    from shardwright.agents.strategy.as_run import search_fused
+
+    return search_fused(profile, recipe, cluster, targets, certified, found)
 
 
 def _advise(
@@ -238,6 +260,9 @@ class Stages:
     search: Callable[..., SearchResult] = _search
     """(profile, recipe, cluster, targets, trials, journal); by name ``advised`` plans to start from, where there are
     any, and ``progress``, told (trials done, trials wanted)."""
+    search_fused: Callable[..., FusedSearch | None] = _search_fused
+    """(profile, recipe, cluster, targets, decisions of a strategy, the search's best): the search as strategies run;
+    ``None`` where none may have a fused operator."""
     advise: Callable[
         [Path, CheckpointProfile, Recipe, ClusterSpec, tuple[LoraTarget, ...], LlmRequest, Path], LlmAdvice
     ] = _advise

@@ -8,7 +8,7 @@ from shardwright.agents.llm.advise import Session
 from shardwright.agents.llm.strategy_advisor import StrategyAdvisor
 from shardwright.agents.llm.structure_advisor import StructureAdvisor
 from shardwright.agents.llm.wire import Wire
-from shardwright.agents.strategy.oracle import Pricer
+from shardwright.agents.strategy.pricing import Pricer
 from shardwright.agents.structure.run import open_structure
 from shardwright.schemas.advice import LlmAdvice
 from shardwright.schemas.cluster import ClusterSpec

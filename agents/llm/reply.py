@@ -3,10 +3,42 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from shardwright.schemas.errors import LlmError
+
+MOST_TOKENS = 1 << 40
+"""A count above it is no count; the reply is then charged by its size."""
+
+
+def strict_json(text: str | bytes) -> Any:
+    """JSON without what only Python takes: no NaN, no infinity (``1e400`` too), no name twice in an object.
+
+    Raises:
+        ValueError: it is none.
+        RecursionError: it is nested too deeply.
+    """
+    return json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_once)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError("a number is out of range")
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice in an object")
+    return found
 
 
 @dataclass(frozen=True)
@@ -42,11 +74,12 @@ def read_reply(body: Any) -> Reply:
         message = choice["message"]
         text = message.get("content") or ""
         calls = tuple(
-            ToolCall(str(one.get("id") or f"call-{at}"), str(one["function"]["name"]), _text(one["function"]))
+            ToolCall(*map(encodable, (str(one.get("id") or f"call-{at}"), str(one["function"]["name"]), _text(one))))
             for at, one in enumerate(message.get("tool_calls") or ())
         )
         if not isinstance(text, str):
             raise TypeError("content is no text")
+        text = encodable(text)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise LlmError(
             "bad-reply",
@@ -57,8 +90,13 @@ def read_reply(body: Any) -> Reply:
     return Reply(text, calls, _usage(body), bool(message.get("refusal")), choice.get("finish_reason") == "length")
 
 
-def _text(function: dict[str, Any]) -> str:
-    arguments = function.get("arguments") or "{}"
+def encodable(text: str) -> str:
+    """The text without halves of surrogate pairs, which JSON can name and no file or request can hold."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _text(call: dict[str, Any]) -> str:
+    arguments = call["function"].get("arguments") or "{}"
     return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
@@ -67,7 +105,7 @@ def _usage(body: dict[str, Any]) -> tuple[int, int] | None:
     if not isinstance(found, dict):
         return None
     counts = (found.get("prompt_tokens"), found.get("completion_tokens"))
-    if all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in counts):
+    if all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= MOST_TOKENS for n in counts):
         return int(counts[0] or 0), int(counts[1] or 0)
     return None
 
@@ -79,9 +117,9 @@ def json_of(text: str) -> Any:
         ValueError: there is none.
     """
     try:
-        return json.loads(text)
+        return strict_json(text)
     except ValueError:
         start, stop = text.find("{"), text.rfind("}")
         if start < 0 or stop <= start:
             raise ValueError("no JSON object in the text") from None
-        return json.loads(text[start : stop + 1])
+        return strict_json(text[start : stop + 1])

@@ -30,6 +30,7 @@ class Raw:
     """How often the body is sent; zero breaks the connection before anything is."""
     promised_bytes: int | None = None
     """Content-Length where it differs from what is sent."""
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 Answer = dict[str, Any] | Raw
@@ -104,8 +105,10 @@ def serve(script: Script) -> Iterator[Served]:
                 return
             size = len(raw.body) * raw.pieces if raw.promised_bytes is None else raw.promised_bytes
             self.send_response(raw.status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(size))
+            named = {name.lower() for name, _ in raw.headers}
+            own = (("content-type", "application/json"), ("content-length", str(size)))
+            for name, value in (*raw.headers, *(one for one in own if one[0] not in named)):
+                self.send_header(name, value)
             self.end_headers()
             try:
                 for _ in range(raw.pieces):

@@ -17,7 +17,7 @@ from shardwright.agents.llm.loop import Ended, run_loop
 from shardwright.agents.llm.redact import facts_only, printable
 from shardwright.agents.llm.tools import Arguments, Choices, NoArguments, Tool, Toolbox
 from shardwright.agents.strategy.heuristics import habits
-from shardwright.agents.strategy.oracle import Pricer
+from shardwright.agents.strategy.pricing import Pricer
 from shardwright.schemas.cost import CostReport
 from shardwright.schemas.llm import Suggestion
 from shardwright.schemas.strategy import Mesh, ParallelStrategy

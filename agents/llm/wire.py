@@ -7,23 +7,21 @@ a second try can mend: a lost connection, 408, 429 and 5xx.
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from shardwright.agents.llm.reply import strict_json
 from shardwright.schemas.errors import LlmError
 from shardwright.schemas.llm import LlmEndpoint
 
 TRIES = 3
 PAUSE_S = 0.5
+PLAIN = {"Accept-Encoding": "identity"}
+"""A packed body would be unpacked whole before its size is seen: a few kilobytes can hold gigabytes."""
 AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 class Wire(Protocol):
@@ -42,10 +40,14 @@ class OpenAIWire:
     """The openai package's client, with its own retries off."""
 
     def __init__(self, endpoint: LlmEndpoint, key: str, sleep: Callable[[float], None] = time.sleep) -> None:
-        from openai import OpenAI
+        from openai import DefaultHttpxClient, OpenAI
 
         self.endpoint, self.sleep = endpoint, sleep
-        self.client = OpenAI(base_url=endpoint.base_url, api_key=key, max_retries=0)
+        # A redirect would carry the prompt to an address that nobody named.
+        http = DefaultHttpxClient(follow_redirects=False)
+        self.client = OpenAI(base_url=endpoint.base_url, api_key=key, max_retries=0, http_client=http)
+        # The package reads these from the environment and would tell them to any server.
+        self.client.organization = self.client.project = None
 
     def complete(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """See ``Wire``."""
@@ -84,8 +86,10 @@ class OpenAIWire:
 
         left = max(0.05, deadline - time.monotonic())
         try:
-            with self.client.chat.completions.with_streaming_response.create(**request, timeout=left) as response:
-                body = self._bounded(response.iter_bytes(), deadline)
+            with self.client.chat.completions.with_streaming_response.create(
+                **request, timeout=left, extra_headers=PLAIN
+            ) as response:
+                body = self._bounded(response.http_response.iter_raw(), deadline)
         except openai.APIStatusError as error:
             raise self._failed(
                 "status", f"the server answered {error.status_code}", error.status_code in AGAIN
@@ -95,7 +99,7 @@ class OpenAIWire:
         except (openai.APIConnectionError, httpx2.TransportError, httpx2.StreamError) as error:
             raise self._failed("unreachable", f"the connection failed: {type(error).__name__}", True) from error
         try:
-            decoded = json.loads(body, parse_constant=_no_constant)
+            decoded = strict_json(body)
         except (ValueError, RecursionError) as error:
             raise self._failed("not-json", f"{len(body)} bytes that are no JSON", False) from error
         if not isinstance(decoded, dict):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.agents.strategy.oracle import Pricer
+from shardwright.agents.strategy.pricing import Pricer
 from shardwright.schemas.strategy import ParallelStrategy
 from shardwright.search_spaces.axes import checkpointed_layers
 from shardwright.search_spaces.axes.checkpointing import routing_is_kept

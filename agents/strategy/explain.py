@@ -90,13 +90,15 @@ def _time(best: Priced) -> str:
 
 
 def _search(record: SearchRecord, fused: bool) -> str:
-    found = (
-        f"a study of {record.trials} trials over the joint space came to {milliseconds(record.study_step_ms)}"
-        if record.study_step_ms
-        else f"a study of {record.trials} trials over the joint space found none that fits"
-    )
-    return (
-        f"All {record.legal_strategies:,} legal strategies were priced{' without fused operators' if fused else ''}, "
-        f"{record.feasible_strategies:,} fit; the best "
-        f"takes {milliseconds(record.oracle_step_ms)}, {found}."
-    )
+    """How many strategies were priced, and what the best of them takes."""
+    legal, fit = f"All {record.legal_strategies:,} legal strategies were priced", f"{record.feasible_strategies:,} fit"
+    if not record.oracle_step_ms:
+        found = "none fits"
+    else:
+        study = f"a study of {record.trials} trials over the joint space "
+        study += f"came to {milliseconds(record.study_step_ms)}" if record.study_step_ms else "found none that fits"
+        found = f"{fit}, the best takes {milliseconds(record.oracle_step_ms)}, {study}"
+    if not fused:
+        return f"{legal}: {found}."
+    again = f"each with those certified for it {record.fused_feasible_strategies or 0:,} fit"
+    return f"{legal} twice. Without fused operators {found}; {again}, of which this one is chosen."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwright.agents.strategy.oracle import Priced
+from shardwright.agents.strategy.pricing import ByMesh, Pricer
 from shardwright.agents.strategy.words import gib, term
 from shardwright.schemas.cluster import ClusterSpec, LinkSpec
 from shardwright.schemas.errors import InfeasibleError
@@ -11,7 +12,6 @@ from shardwright.schemas.profile import CheckpointProfile
 from shardwright.schemas.recipe import Recipe
 from shardwright.search_spaces.context import SearchContext
 from shardwright.search_spaces.cost import workload
-from shardwright.search_spaces.cost.fusion import FusedProviders
 from shardwright.search_spaces.cost.memory import memory_of
 from shardwright.search_spaces.space import enumerate_plans
 
@@ -26,27 +26,39 @@ def infeasible(
     cluster: ClusterSpec,
     targets: tuple[LoraTarget, ...],
     leanest: Priced,
+    counted: str,
+    by_mesh: ByMesh | None = None,
 ) -> InfeasibleError:
-    """The error for a cluster on which even the leanest legal strategy does not fit."""
+    """The error for a cluster on which even the leanest legal strategy does not fit.
+
+    Args:
+        counted: how far fused operators were counted: "without fused operators", for example.
+        by_mesh: those that were; without, the changes named fit without any.
+    """
     memory = leanest.cost.memory
     alive = [c for c in memory.components if memory.peak_moment in c.moments]
     largest = max(alive, key=lambda c: c.bytes)
     changes = [f"devices with {gib(memory.reserved_bytes)} usable memory"]
-    if world := smallest_world(profile, recipe, cluster, targets):
+    if world := smallest_world(profile, recipe, cluster, targets, by_mesh):
         changes.insert(0, f"{world} of these devices")
-    if tokens := longest_sequence(profile, recipe, cluster, targets):
+    if tokens := longest_sequence(profile, recipe, cluster, targets, by_mesh):
         changes.append(f"sequence_tokens = {tokens}")
     return InfeasibleError(
         "memory",
-        f"no legal plan fits: the leanest, {leanest.strategy.text()}, needs {gib(memory.reserved_bytes)} a rank "
-        f"and {gib(memory.budget_bytes)} are usable; most of it is {term(largest.name)} ({gib(largest.bytes)})",
+        f"no legal plan fits {counted}: the leanest, {leanest.strategy.text()}, needs "
+        f"{gib(memory.reserved_bytes)} a rank and {gib(memory.budget_bytes)} are usable; most of it is "
+        f"{term(largest.name)} ({gib(largest.bytes)})",
         where=f"{profile.architecture} on {cluster.world_size} × {cluster.device.name}",
         next_action="smallest changes that would fit: " + "; or ".join(changes),
     )
 
 
 def smallest_world(
-    profile: CheckpointProfile, recipe: Recipe, cluster: ClusterSpec, targets: tuple[LoraTarget, ...]
+    profile: CheckpointProfile,
+    recipe: Recipe,
+    cluster: ClusterSpec,
+    targets: tuple[LoraTarget, ...],
+    by_mesh: ByMesh | None = None,
 ) -> int | None:
     """The fewest devices on which a plan fits, by doubling, then by whole nodes between; the batch grows to cover them.
 
@@ -57,7 +69,7 @@ def smallest_world(
     def fits_on(world: int) -> bool:
         batch = recipe.batch.global_batch_sequences
         covering = recipe.batch.model_copy(update={"global_batch_sequences": -(-batch // world) * world})
-        return fits(profile, recipe.model_copy(update={"batch": covering}), grown(cluster, world), targets)
+        return fits(profile, recipe.model_copy(update={"batch": covering}), grown(cluster, world), targets, by_mesh)
 
     world = cluster.world_size * 2
     while not fits_on(world):
@@ -71,25 +83,38 @@ def smallest_world(
 
 
 def longest_sequence(
-    profile: CheckpointProfile, recipe: Recipe, cluster: ClusterSpec, targets: tuple[LoraTarget, ...]
+    profile: CheckpointProfile,
+    recipe: Recipe,
+    cluster: ClusterSpec,
+    targets: tuple[LoraTarget, ...],
+    by_mesh: ByMesh | None = None,
 ) -> int | None:
     """The longest sequence, by halving, with which a plan fits this cluster."""
     tokens = recipe.batch.sequence_tokens // 2
     while tokens >= SHORTEST_SEQUENCE:
         shorter = recipe.batch.model_copy(update={"sequence_tokens": tokens})
-        if fits(profile, recipe.model_copy(update={"batch": shorter}), cluster, targets):
+        if fits(profile, recipe.model_copy(update={"batch": shorter}), cluster, targets, by_mesh):
             return tokens
         tokens //= 2
     return None
 
 
-def fits(profile: CheckpointProfile, recipe: Recipe, cluster: ClusterSpec, targets: tuple[LoraTarget, ...]) -> bool:
+def fits(
+    profile: CheckpointProfile,
+    recipe: Recipe,
+    cluster: ClusterSpec,
+    targets: tuple[LoraTarget, ...],
+    by_mesh: ByMesh | None = None,
+) -> bool:
     """Whether any legal strategy stays within the budget, by memory alone."""
     table = enumerate_plans(SearchContext(profile, recipe, cluster))
     if not len(table):
         return False
-    memory = memory_of(workload(profile, recipe, targets), cluster, table.plans, FusedProviders())
-    return bool(memory.fits.any())
+    pricer = Pricer(workload(profile, recipe, targets), cluster, by_mesh=by_mesh)
+    return any(
+        bool(memory_of(pricer.work, cluster, table.plans.take(positions), fused).fits.any())
+        for fused, positions in pricer.groups(table.plans)
+    )
 
 
 def per_node(cluster: ClusterSpec, world: int) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from shardwright.agents.strategy.complete import Completion, with_layers
-from shardwright.agents.strategy.oracle import Priced, Pricer, Scan
+from shardwright.agents.strategy.oracle import Priced, Scan
+from shardwright.agents.strategy.pricing import Pricer
 from shardwright.search_spaces.axes import SCHEDULE
 from shardwright.search_spaces.axes.base import draws_of
 from shardwright.search_spaces.context import SearchContext

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import optuna
 
+from shardwright.agents.strategy.bounds import might_fit
 from shardwright.agents.strategy.complete import Completion
 from shardwright.agents.strategy.explain import explain
 from shardwright.agents.strategy.heuristics import habits
 from shardwright.agents.strategy.infeasible import infeasible
-from shardwright.agents.strategy.oracle import Priced, Pricer, scan
+from shardwright.agents.strategy.oracle import Priced, scan
 from shardwright.agents.strategy.pareto import alternatives
+from shardwright.agents.strategy.pricing import Pricer
 from shardwright.agents.strategy.refine import refine
 from shardwright.agents.strategy.study import SAMPLER, Price, Progress, run_study
+from shardwright.agents.strategy.words import gib
 from shardwright.schemas.canonical import sha256_of
 from shardwright.schemas.cluster import Calibration, ClusterSpec
 from shardwright.schemas.cost import CostReport
@@ -32,9 +35,6 @@ from shardwright.search_spaces.legality import refuse
 from shardwright.search_spaces.placement import with_places
 from shardwright.search_spaces.space import enumerate_plans
 
-FURTHER_MESHES = 4
-"""Meshes beyond the best and its rivals that are worth pricing with fused operators."""
-
 WARM_PLANS = 3
 """Plans of the scan's ranking that a study starts from."""
 
@@ -48,8 +48,6 @@ class SearchResult:
     alternatives: tuple[Alternative, ...]
     record: SearchRecord
     explanation: tuple[str, ...]
-    contenders: tuple[ParallelStrategy, ...] = ()
-    """The next best of further meshes: rivals not listed, which fused operators may bring to the front."""
 
 
 def run_search(
@@ -67,6 +65,7 @@ def run_search(
     time_budget_s: float | None = None,
     warm_start: bool = True,
     advised: tuple[ParallelStrategy, ...] = (),
+    may_fuse: bool = False,
     progress: Progress | None = None,
 ) -> SearchResult:
     """Find the fastest strategy that fits: scan all, refine the best, and study the joint space beside it.
@@ -79,6 +78,8 @@ def run_search(
         loads: measured share of rows by MoE layer and expert; a stated prior where empty.
         advised: legal plans that the study also starts from; the scan does not depend on them.
         warm_start: begin the study with common habits and the scan's best.
+        may_fuse: fused operators are certified later, and the search repeated with them (``as_run``). Where nothing
+            fits without, and something might with, the result is the leanest strategy, which does not fit.
         progress: told (trials done, trials wanted).
 
     Raises:
@@ -94,7 +95,10 @@ def run_search(
     complete = Completion(context, pricer)
     best = refine(context, found, complete)
     if not best.cost.feasible:
-        raise infeasible(profile, recipe, cluster, lora_targets, best)
+        if may_fuse and might_fit(pricer.work, cluster, table.plans):
+            return _waiting(best, seed, len(found))
+        counted = "with or without fused operators" if may_fuse else "without fused operators"
+        raise infeasible(profile, recipe, cluster, lora_targets, best, counted)
     key = sha256_of(
         {
             "profile": profile.fingerprint.digest,
@@ -141,8 +145,27 @@ def run_search(
         alternatives=rivals,
         record=record,
         explanation=explain(best, rivals, record, cluster),
-        contenders=found.meshes(FURTHER_MESHES, (best.strategy, *(rival.strategy for rival in rivals))),
     )
+
+
+def _waiting(leanest: Priced, seed: int, legal: int) -> SearchResult:
+    """Nothing fits without fused operators: no study, no rivals, and a strategy to start from with them."""
+    record = SearchRecord(
+        sampler="none: no strategy fits without fused operators",
+        seed=seed,
+        trials=0,
+        legal_strategies=legal,
+        feasible_strategies=0,
+        oracle_step_ms=0.0,
+        study_step_ms=0.0,
+        versions={"optuna": optuna.__version__},
+    )
+    memory = leanest.cost.memory
+    words = (
+        f"No strategy fits without fused operators: the leanest needs {gib(memory.reserved_bytes)} a rank and "
+        f"{gib(memory.budget_bytes)} are usable."
+    )
+    return SearchResult(leanest.strategy, leanest.cost, (), record, (words,))
 
 
 def _cached(pricer: Pricer) -> Price:

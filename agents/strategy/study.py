@@ -13,22 +13,23 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import TrialState
 
-from shardwright.agents.strategy.neighbours import neighbours
-from shardwright.agents.strategy.oracle import SAFETY_FRACTION
+from shardwright.agents.strategy.neighbours import Promise, neighbours
+from shardwright.agents.strategy.pricing import SAFETY_FRACTION
 from shardwright.schemas.canonical import sha256_of
 from shardwright.schemas.cost import CostReport
 from shardwright.schemas.strategy import ParallelStrategy
+from shardwright.search_spaces.axes import AXES
 from shardwright.search_spaces.context import SearchContext
+from shardwright.search_spaces.executable import Value
 from shardwright.search_spaces.space import parameters_of, suggest_in
 
 SAMPLER = (
     "TPESampler(multivariate=False, group=False, constant_liar=False, n_startup_trials=20, n_ei_candidates=24) "
-    "and, every second trial after 40, the next unseen neighbour of the best"
+    "and, every second trial after 40, the most promising unseen neighbour of the best"
 )
 
 FREE_TRIALS = 40
 """Trials that the sampler draws alone, after those that repeat given plans."""
-
 
 SEED_STRIDE = 1_000_003
 """Trial n draws with ``seed · SEED_STRIDE + n``: an interrupted study goes on exactly as it would have."""
@@ -132,15 +133,16 @@ def run_study(
 class Proposals:
     """Which trials repeat a given plan instead of asking the sampler.
 
-    The first repeat ``start``. After ``FREE_TRIALS`` every second one takes the next neighbour of the best
-    plan so far that no trial has drawn; where there is none left the sampler draws again. All of it follows
-    from the trials in the journal, so an interrupted study goes on alike.
+    The first repeat ``start``. After ``FREE_TRIALS`` every second one takes the next neighbour of the best plan so far
+    that no trial has drawn; where there is none left the sampler draws again. All of it follows from the trials in the
+    journal, so an interrupted study goes on alike.
     """
 
     def __init__(
         self, context: SearchContext, study: optuna.Study, start: tuple[ParallelStrategy, ...], default: tuple[str, ...]
     ) -> None:
         self.context, self.study, self.start, self.default = context, study, start, default
+        self.drawn: dict[int, ParallelStrategy] = {}
 
     def next(self, number: int) -> ParallelStrategy | None:
         if number < len(self.start):
@@ -148,12 +150,25 @@ class Proposals:
         if number < len(self.start) + FREE_TRIALS or number % 2:
             return None
         complete = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        best = _winner(complete)
-        if best is None:
+        for trial in complete:
+            if trial.number not in self.drawn:
+                self.drawn[trial.number] = ParallelStrategy.model_validate(trial.user_attrs["drawn"])
+        ranked = _ranked(complete)
+        if not ranked:
             return None
-        seen = {_name(ParallelStrategy.model_validate(trial.user_attrs["drawn"])) for trial in complete}
-        around = neighbours(self.context, ParallelStrategy.model_validate(best.user_attrs["drawn"]), self.default)
+        seen = set(map(_name, self.drawn.values()))
+        around = neighbours(self.context, self.drawn[ranked[0].number], self.default, self._promise(ranked))
         return next((plan for plan in around if _name(plan) not in seen), None)
+
+    def _promise(self, ranked: Sequence[optuna.trial.FrozenTrial]) -> Promise:
+        """Step time of the best trial with a value; 0 for one that was never tried, infinite if it never fitted."""
+        known: dict[tuple[str, Value], float] = dict.fromkeys(
+            ((axis.name, axis.read(plan)) for plan in self.drawn.values() for axis in AXES), float("inf")
+        )
+        for trial in reversed(ranked):
+            for axis in AXES:
+                known[axis.name, axis.read(self.drawn[trial.number])] = trial.value or 0.0
+        return lambda axis, value: known.get((axis, value), 0.0)
 
 
 def _name(plan: ParallelStrategy) -> str:
@@ -164,15 +179,15 @@ def _attributes(key: str, seed: int) -> dict[str, str | int]:
     return {"inputs_sha256": key, "seed": seed, "sampler": SAMPLER, "optuna": optuna.__version__}
 
 
-def _winner(complete: Sequence[optuna.trial.FrozenTrial]) -> optuna.trial.FrozenTrial | None:
-    """The fastest trial within memory, the earliest of equals."""
+def _ranked(complete: Sequence[optuna.trial.FrozenTrial]) -> list[optuna.trial.FrozenTrial]:
+    """Trials within memory, fastest first, the earliest of equals."""
     within = [t for t in complete if t.value is not None and all(v <= 0 for v in t.constraints.values())]
-    return min(within, key=lambda t: (t.value, t.number), default=None)
+    return sorted(within, key=lambda t: (t.value, t.number))
 
 
 def _outcome(study: optuna.Study, name: str) -> StudyOutcome:
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    winner = _winner(complete)
+    winner = next(iter(_ranked(complete)), None)
     return StudyOutcome(
         name=name,
         trials=len(complete),

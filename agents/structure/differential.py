@@ -32,13 +32,19 @@ def compare(
 
     Args:
         cases: name → tensors by role (fp64 or integer), never modified.
-        trainable: roles whose gradients are compared.
+        trainable: roles whose gradients are compared, one at least.
+
+    Raises:
+        ValueError: no role is trainable, or the functions do not give the same results by name.
     """
+    if not trainable:
+        raise ValueError("no role is trainable: gradients would go untested")
     worst, where, values = 0.0, "nowhere", 0
     for name, tensors in cases.items():
         seen = _run(region, tensors, trainable, name)
         expected = _run(oracle, tensors, trainable, name)
-        assert seen.keys() == expected.keys(), f"results {sorted(seen)} against {sorted(expected)}"
+        if seen.keys() != expected.keys():
+            raise ValueError(f"results {sorted(seen)} against {sorted(expected)}")
         for role, value in expected.items():
             values += value.numel()
             error = _error(seen[role], value)

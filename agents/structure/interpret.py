@@ -93,7 +93,8 @@ class Fp64Region(torch.nn.Module):
     def _run(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         if node.target is operator.getitem:
             return env[node.args[0]][node.args[1]]  # type: ignore[index]
-        assert isinstance(node.target, torch._ops.OpOverload), f"{node.target} has no fp64 meaning"
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise TypeError(f"{node.target} has no fp64 meaning")
         name = node.target._schema.name.split("::")[-1]
         rescale = name in _SHAPE_OPS
 

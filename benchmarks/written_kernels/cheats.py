@@ -25,7 +25,8 @@ class Cheat:
         """The candidate's text; every edit must apply."""
         text = HONEST
         for old, new in self.edits:
-            assert old in text, f"the honest kernel has no {old!r}"
+            if old not in text:
+                raise ValueError(f"the honest kernel has no {old!r}")
             text = text.replace(old, new)
         return text
 

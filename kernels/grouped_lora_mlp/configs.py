@@ -74,8 +74,12 @@ def product(value_bytes: int, rows: int, experts: int) -> Tile:
 
 
 def group(rows: int, experts: int) -> int:
-    """Row tiles that share a weight tile before the next column."""
-    return 8 if rows >= MANY_ROWS * experts else 1
+    """Row tiles that share a weight tile before the next column.
+
+    One H200, bf16, 14 experts of 4,681 rows, 3584 and 3072: the four products take 13.36 ms by fours, 13.35 by sixes,
+    13.41 by twos and 13.51 by eights.
+    """
+    return 4 if rows >= MANY_ROWS * experts else 1
 
 
 HOPPER_ROWS = 138

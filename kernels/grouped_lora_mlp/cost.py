@@ -17,7 +17,8 @@ def cost(
     The backward makes dx and, with a rank, the adapters' gradients. Launches count the tile list and the zeros for
     rows of no expert, and an activation in its product's epilogue. Floors read each expert's weights once
     a pass, and every row once; an expert without rows counts as read, so the floor holds for any routing
-    only where every expert has rows.
+    only where every expert has rows. The backward writes dgu over gu and, with a rank, dh over h, as it does where the
+    graph is not retained.
 
     Args:
         r: rank of the adapters on both stacks; 0 without LoRA.
@@ -42,7 +43,7 @@ def cost(
         bytes_read=stacks + adapters + R * (H + 3 * F + I + (2 * H + 2 * F + I + 8 * r) * (r > 0)) * b,
         bytes_written=R * (F + I + H + 2 * r) * b + adapters,
         launches=8 if r else 4,
-        workspace_bytes=R * (F + 2 * r) * b,
+        workspace_bytes=R * (2 * r or I) * b,
         floor_flops=products + 2 * low,
         floor_bytes=stacks + 2 * adapters + R * (2 * H + F) * b,
     )

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from shardwright.kernels.grouped_lora_mlp.contract import Activation, Layout
@@ -110,6 +111,35 @@ class Kept(NamedTuple):
         h = like.new_empty((R, I)) if w.down_a is not None or choice.trains_base else None
         z_up, z_down = (None if a is None else like.new_empty((R, a.shape[1])) for a in (w.up_a, w.down_a))
         return Kept(like.new_empty((R, F)), h, z_up, z_down)
+
+
+class Held:
+    """What one backward works on, each tensor let go when nothing after it reads it.
+
+    Whoever starts a backward fills this and keeps no name of its own on what is in it: rows that a recomputation made
+    are then freed in the middle of the backward. ``spent``: no later backward reads what was kept, so gradients may be
+    written over it. Inputs, such as x, are never written over.
+    """
+
+    def __init__(self, x: Tensor, kept: Kept, spent: bool = False) -> None:
+        self.x: Tensor | None = x
+        self.gu, self.h, self.z_up, self.z_down = kept
+        self.spent = spent
+
+    @staticmethod
+    def in_backward(x: Tensor, kept: Kept) -> Held:
+        """Inside the backward of an autograd function: what it kept is spent, unless the graph is retained."""
+        return Held(x, kept, spent=not torch._C._autograd._get_current_graph_task_keep_graph())
+
+    def rows_of_dh(self, like: Tensor, R: int, I: int) -> Tensor:
+        """Memory for dh ``[R, I]``: that of h where it is spent. h is let go."""
+        h, self.h = self.h, None
+        return h if h is not None and self.spent else like.new_empty((R, I))
+
+    def rows_of_dgu(self) -> Tensor:
+        """Memory for dgu ``[R, F]``: that of gu where it is spent, as a tensor of its own, as a launch's roles are."""
+        assert self.gu is not None
+        return self.gu.detach() if self.spent else torch.empty_like(self.gu)
 
 
 class Wants(NamedTuple):

@@ -22,6 +22,7 @@ from shardwright.kernels.grouped_lora_mlp.layer import (
     Adapter,
     Choice,
     Gradients,
+    Held,
     Kept,
     Optional,
     Registered,
@@ -54,17 +55,16 @@ def run_forward(
 def run_backward(
     choice: Choice,
     w: Weights,
-    x: Tensor,
+    held: Held,
     buffer: Tensor,
-    kept: Kept,
     dy: Tensor,
     wants: Wants,
     token: object | None = None,
 ) -> Gradients:
     """Gradients of x (rows past the last expert: zero) and of what learns in the layer."""
-    E = w.gate_up.shape[0]
-    rows = Rows(x.shape[0], Tiles(buffer, E, most_tiles(x.shape[0], E)), token=token)
-    found = compute.backward(choice, w, x, rows, kept, dy.contiguous(), None, wants)
+    R, E = dy.shape[0], w.gate_up.shape[0]
+    rows = Rows(R, Tiles(buffer, E, most_tiles(R, E)), token=token)
+    found = compute.backward(choice, w, held, rows, dy.contiguous(), None, wants)
     if found.dx is not None:
         launch_zero_tail("dx-tail", found.dx, rows)
     return found
@@ -85,9 +85,10 @@ class GroupedLoraMlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, buffer, *rest = ctx.saved_tensors
-        w, kept = Weights(*rest[:PARTS]), Kept(*rest[PARTS:])
+        w, held = Weights(*rest[:PARTS]), Held.in_backward(x, Kept(*rest[PARTS:]))
+        del x, rest
         wants = Wants.of(ctx.needs_input_grad[3:], ctx.needs_input_grad[1])
-        found = run_backward(ctx.choice, w, x, buffer, kept, dy, wants, ctx.token)
+        found = run_backward(ctx.choice, w, held, buffer, dy, wants, ctx.token)
         return (None, found.dx, None, *found.of_weights())
 
 
@@ -125,7 +126,7 @@ def grouped_lora_mlp_backward(
     """dx, then one gradient for each tensor of ``layer``; empty where it has none."""
     given = Registered(layer, present, numbers, flags)
     w, choice = given.weights(), given.choice()
-    found = run_backward(choice, w, x, buffer, Kept.of(kept), dy, Wants.all(choice))
+    found = run_backward(choice, w, Held(x, Kept.of(kept)), buffer, dy, Wants.all(choice))
     return [cast(Tensor, found.dx), *given.gradients(found, x)]
 
 

@@ -15,7 +15,7 @@ from shardwright.kernels.admitted import Admitted
 from shardwright.kernels.bound import again, key_of, start
 from shardwright.kernels.grouped_lora_mlp import compute
 from shardwright.kernels.grouped_lora_mlp.admit import check, learns_base
-from shardwright.kernels.grouped_lora_mlp.layer import Choice, Gradients, Kept, Wants, Weights
+from shardwright.kernels.grouped_lora_mlp.layer import Choice, Gradients, Held, Kept, Wants, Weights
 from shardwright.kernels.grouped_lora_mlp.rows import Rows
 from shardwright.kernels.moe_layer import configs, contract
 from shardwright.kernels.moe_layer.triton import weight_grad_kernel
@@ -95,23 +95,23 @@ def end_forward(choice: Choice, w: Weights, started: Started, out: Tensor) -> No
 def run_backward(
     choice: Choice,
     w: Weights,
-    x: Tensor,
+    held: Held,
     weights: Tensor,
     index: Index,
-    kept: Kept,
     dout: Tensor,
     wants: Wants,
     token: object | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Gradients]:
     """``dx [T, H]``, ``dweights [T, K]``, and the gradients of what learns in the layer."""
     rows = index.rows(w.gate_up.shape[0], token)
-    found = compute.backward(choice, w, x, rows, kept, dout.contiguous(), weights, wants)
+    dout = dout.contiguous()
+    found = compute.backward(choice, w, held, rows, dout, weights, wants)
     dweights = None if found.part is None else torch.empty_like(weights)
     if found.dx is None:
         if found.part is not None and dweights is not None:
             launch_weight_grad(found.part, index.place, dweights, token)
         return None, dweights, found
-    dx = torch.empty_like(x)
+    dx = torch.empty_like(dout)
     key = key_of(token, "combine-dx", dweights is None)
     launch_combine(found.dx, index.place, None, dx, key, part=found.part, dweights=dweights)
     return dx, dweights, found

@@ -18,6 +18,7 @@ from shardwright.kernels.grouped_lora_mlp.layer import (
     PARTS,
     Adapter,
     Choice,
+    Held,
     Kept,
     Optional,
     Registered,
@@ -60,11 +61,12 @@ class MoeLayer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         x, weights, *rest = ctx.saved_tensors
-        w, rest = Weights(*rest[:PARTS]), rest[PARTS:]
+        w, index = Weights(*rest[:PARTS]), Index(*rest[PARTS : PARTS + INDEX])
+        held = Held.in_backward(x, Kept(*rest[PARTS + INDEX :]))
+        del x, rest
         needs = ctx.needs_input_grad
         wants = Wants.of(needs[5:], needs[2], needs[4])
-        index, kept = Index(*rest[:INDEX]), Kept(*rest[INDEX:])
-        dx, dweights, found = run_backward(ctx.choice, w, x, weights, index, kept, dout, wants, ctx.token)
+        dx, dweights, found = run_backward(ctx.choice, w, held, weights, index, dout, wants, ctx.token)
         return (None, None, dx, None, dweights, *found.of_weights())
 
 
@@ -125,7 +127,8 @@ def moe_layer_backward(
     given = Registered(layer, present, numbers, flags)
     w, choice = given.weights(), given.choice()
     wants = Wants.all(choice, weights=True)
-    dx, dweights, found = run_backward(choice, w, x, weights, Index(*index), Kept.of(kept), dout, wants)
+    held = Held(x, Kept.of(kept))
+    dx, dweights, found = run_backward(choice, w, held, weights, Index(*index), dout, wants)
     return [cast(Tensor, dx), cast(Tensor, dweights), *given.gradients(found, x)]
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shardwright.kernels.grouped_lora_mlp import compute as dense
-from shardwright.kernels.grouped_lora_mlp.layer import Choice, Gradients, Kept, Wants, Weights
+from shardwright.kernels.grouped_lora_mlp.layer import Choice, Gradients, Held, Kept, Wants, Weights
 from shardwright.kernels.grouped_lora_mlp.lora_launch import launch_shrink
 from shardwright.kernels.grouped_lora_mlp.rows import LowRank, Rows
 from shardwright.kernels.packed_experts import configs, launches, workspace
@@ -96,9 +96,8 @@ def forward(
 def backward(
     choice: Choice,
     w: PackedWeights,
-    x: Tensor,
+    held: Held,
     counts: Tensor,
-    kept: Kept,
     dy: Tensor,
     dequantise: bool,
     wants: Wants,
@@ -106,35 +105,40 @@ def backward(
 ) -> tuple[Gradients, Tiles]:
     """Gradients of x and of the adapters, where asked for; and the tile list.
 
-    Biases are frozen, and what was kept holds them: no product here adds one.
+    Biases are frozen, and what was kept holds them: no product here adds one. Tensors of ``held`` go as in the ordinary
+    backward, but dgu is never written over gu: the kernel that makes it stores dh there before it reads gu.
     """
-    R, H = x.shape
+    R, H = dy.shape
     if dequantise:
         of = None if token is None else (token, "dequantised")
         rows = Rows(R, make_tiles(counts, R, of), token=of)
-        return dense.backward(choice, w.dequantised(), x, rows, kept, dy, None, wants), rows.tiles
-    assert kept.gu is not None
+        return dense.backward(choice, w.dequantised(), held, rows, dy, None, wants), rows.tiles
+    assert held.gu is not None
     pieces = configs.pieces(R, counts.shape[0])
     rows = launches.make_rows(counts, R, pieces.rows, token)
-    F, I, interleaved = kept.gu.shape[1], w.down.shape[2], choice.layout.interleaved
+    F, I, interleaved = held.gu.shape[1], w.down.shape[2], choice.layout.interleaved
     t_down = t_up = low = None
     if w.down_a is not None and w.down_b is not None:
         rank = w.down_a.shape[1]
-        t_down = x.new_empty((R, rank))
+        t_down = dy.new_empty((R, rank))
         launch_shrink("shrink-dout", dy, w.down_b, rank, 1, choice.down_scaling, rows, False, t_down)
         low = LowRank(t_down, w.down_a, rank, 1, I)
-    dgu = x.new_empty((R, F))
+    down_a, down_b = dense.down_adapter_gradients(w, held, rows, dy, t_down, None, wants)
+    held.h = held.z_down = None
+    dgu = dy.new_empty((R, F))
     down = PackedProduct(dy, w.down, rows, pieces, low)
-    launches.launch_activation_bwd(down, interleaved, choice.activation, kept.gu, dgu)
+    launches.launch_activation_bwd(down, interleaved, choice.activation, held.gu, dgu)
+    held.gu = None
     low = None
     if w.up_a is not None and w.up_b is not None:
         rank = w.up_a.shape[1]
-        t_up = x.new_empty((R, rank))
+        t_up = dy.new_empty((R, rank))
         launch_shrink("shrink-dgu", dgu, w.up_b, rank, 1, choice.up_scaling, rows, False, t_up)
         low = LowRank(t_up, w.up_a, rank, 1, H)
+    up_a, up_b = dense.up_adapter_gradients(w, held, rows, dgu, t_up, wants)
+    held.x = held.z_up = None
     dx = None
     if wants.x:
-        dx = x.new_empty((R, H))
+        dx = dy.new_empty((R, H))
         launches.launch_dx(PackedProduct(dgu, w.gate_up, rows, pieces, low), dx)
-    factors = dense.adapter_gradients(w, x, rows, kept, dy, dgu, (t_up, t_down), None, wants)
-    return Gradients(dx, None, *factors), rows.tiles
+    return Gradients(dx, None, up_a, up_b, down_a, down_b), rows.tiles

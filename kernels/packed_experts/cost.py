@@ -66,7 +66,7 @@ def cost(
         + R * (H + 3 * F + I + (2 * H + 2 * F + I + 8 * r) * (r > 0)) * VALUE,
         bytes_written=R * (F + I + H + 2 * r) * VALUE + adapters,
         launches=(1 if copies else 0) + (8 if r else 4),
-        workspace_bytes=(wide if copies else 0) + R * (F + 2 * r) * VALUE,
+        workspace_bytes=wide + R * (2 * r or I) * VALUE if copies else R * (F + 2 * r) * VALUE,
         floor_flops=products + 2 * low,
         floor_bytes=packed + 2 * adapters + R * (2 * H + F) * VALUE,
     )

@@ -18,6 +18,7 @@ from shardwright.kernels.grouped_lora_mlp.layer import (
     Adapter,
     Choice,
     Gradients,
+    Held,
     Kept,
     Optional,
     Wants,
@@ -58,17 +59,16 @@ def run_forward(
 def run_backward(
     choice: Choice,
     w: PackedWeights,
-    x: Tensor,
+    held: Held,
     counts: Tensor,
-    kept: Kept,
     dy: Tensor,
     wants: Wants,
     token: object | None = None,
     dequantise: bool | None = None,
 ) -> Gradients:
     """Gradients of x (rows past the last expert: zero) and of the adapters."""
-    chosen = configs.dequantises(x.shape[0], counts.shape[0], trains=True) if dequantise is None else dequantise
-    found, tiles = compute.backward(choice, w, x, counts, kept, dy.contiguous(), chosen, wants, token)
+    chosen = configs.dequantises(dy.shape[0], counts.shape[0], trains=True) if dequantise is None else dequantise
+    found, tiles = compute.backward(choice, w, held, counts, dy.contiguous(), chosen, wants, token)
     if found.dx is not None:
         launch_zero_tail("dx-tail", found.dx, tiles, None if token is None else (token, chosen))
     return found
@@ -90,9 +90,11 @@ class PackedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, counts, *rest = ctx.saved_tensors
-        w, kept, needs = PackedWeights(*ctx.stacks, *rest[:BESIDE]), Kept(*rest[BESIDE:]), ctx.needs_input_grad
+        w, needs = PackedWeights(*ctx.stacks, *rest[:BESIDE]), ctx.needs_input_grad
+        held = Held.in_backward(x, Kept(*rest[BESIDE:]))
+        del x, rest
         wants = Wants(needs[1], up=any(needs[5:7]), low=any(needs[7:9]))
-        found = run_backward(ctx.choice, w, x, counts, kept, dy, wants, ctx.token)
+        found = run_backward(ctx.choice, w, held, counts, dy, wants, ctx.token)
         return (None, found.dx, None, None, None, found.up_a, found.up_b, found.down_a, found.down_b, None, None)
 
 
@@ -171,7 +173,7 @@ def packed_experts_backward(
 ) -> list[Tensor]:
     """dx, then one gradient for each factor."""
     given = Registered(stacks, beside, present, kind, numbers, flags)
-    found = run_backward(given.choice(), given.weights(), x, counts, Kept.of(kept), dy, Wants())
+    found = run_backward(given.choice(), given.weights(), Held(x, Kept.of(kept)), counts, dy, Wants())
     learned = (found.up_a, found.up_b, found.down_a, found.down_b)
     return [cast(Tensor, found.dx), *(gradient for gradient in learned if gradient is not None)]
 

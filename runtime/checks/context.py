@@ -5,6 +5,7 @@ Legend: S tokens of the probe, cp ranks of a sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +24,10 @@ PIECE = 8
 """Most tokens of a piece of the probe."""
 
 
-def first_rows(trainer: Trainer) -> MicroBatch:
-    """This rank's first micro-batch, whole; where sequences are cut, as many tokens of it as a rank has in a step."""
-    batch = as_batch(trainer.batches.micro_batches(1, trainer.ranks.data_rank)[0].to(trainer.device.torch_device))
+def first_rows(trainer: Trainer, cut: Callable[[Tensor], Tensor] = lambda rows: rows) -> MicroBatch:
+    """This rank's first micro-batch, or the ``cut`` of it; of sequences that ranks share, as many tokens as one has."""
+    rows = trainer.batches.micro_batches(1, trainer.ranks.data_rank)[0]
+    batch = as_batch(cut(rows).to(trainer.device.torch_device))
     tokens = batch.ids.shape[1] // trainer.ranks.sizes.cp
     planes = (batch.ids, batch.labels, batch.positions, batch.images)
     return MicroBatch(*(None if plane is None else plane[:, :tokens] for plane in planes))  # type: ignore[arg-type]

@@ -65,14 +65,6 @@ class FirstStep:
             return (loaded, *fused)
         return (loaded, *fused, *layers_equal(self.trainer))
 
-    def at_end(self) -> tuple[CheckResult, ...]:
-        """After the last step: the base is still what was loaded, and replicas still agree."""
-        return (
-            base_unchanged(self.base_before, self._base()),
-            replicas_agree(self.live.parameters, self.trainer.ranks),
-            *biases_agree(self.trainer.router_biases(), self.trainer.ranks),
-        )
-
     def _base(self) -> dict[str, tuple[int, int]]:
         """Digests of what must not change: all but adapters and the biases that the recipe moves."""
         return base_digests(self.live.model, self.live.parameters, self.trainer.router_biases())
@@ -98,14 +90,14 @@ class FirstStep:
             share_images(self.live.model, model)
             adapters = initial_adapters(self.trainer)
             leaves = add_plain_lora(model, decision.lora_targets, adapters, files.config.text_model_type)
-            rows = 1
+            rows, attached = 1, None
             if self.trainer.balancer is not None:
                 put_on(self.trainer.plan, model, self.trainer.balancer.layers, self.live.meter)
                 rows = self.trainer.strategy.micro_batch_sequences
             if self.trainer.indexer is not None:
-                self.trainer.indexer.put_on_plain(model)
+                attached = self.trainer.indexer.put_on_plain(model)
                 rows = self.trainer.strategy.micro_batch_sequences
-            return reference_step(model, leaves, self.trainer.batches.global_batch(1), device, rows)
+            return reference_step(model, leaves, self.trainer.batches.global_batch(1), device, rows, attached)
         finally:
             torch.set_num_threads(threads)
 

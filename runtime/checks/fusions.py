@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.runtime.batch import IGNORE
 from shardwright.runtime.checkpointing import routed
 from shardwright.runtime.checks.compare import ROUTES_TOLERANCE, relative
 from shardwright.runtime.checks.context import first_rows
@@ -13,10 +14,47 @@ from shardwright.runtime.fuse import fusions_off
 from shardwright.runtime.losses import logits_of
 from shardwright.runtime.routing import Routes
 from shardwright.runtime.train import Trainer
+from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.run import CheckResult
 
 SILENT = 1e-6
 """An adapter whose gradient is this small beside the whole one says nothing: A while B is still zero."""
+
+
+LEAST_TOKENS = 64
+"""Fewest tokens of a sequence that both ways are compared on."""
+
+
+def tokens_that_fit(plan: AdaptationPlan) -> int | None:
+    """Tokens of a micro-batch that run without fused operators too; ``None`` where whole ones do.
+
+    Half of the room beside the weights, by what the plan says that whole ones need: what does not grow with tokens, as
+    gradients and optimizer state, is then inside it. A power of two, so that pieces of cut sequences divide it.
+    """
+    plain, memory = plan.evidence.plain, plan.evidence.cost.memory
+    if plain is None or plain.reserved_bytes <= memory.budget_bytes:
+        return None
+    held = memory.by_moment["load"]
+    room = max(0, memory.budget_bytes - held) / (plain.reserved_bytes - held)
+    strategy, batch = plan.decision.strategy, plan.decision.recipe.batch
+    tokens = int(strategy.micro_batch_sequences * batch.sequence_tokens * room / 2)
+    least = min(LEAST_TOKENS * strategy.mesh.cp, batch.sequence_tokens)
+    return max(least, 1 << max(0, tokens.bit_length() - 1))
+
+
+def shortened(rows: Tensor, tokens: int) -> Tensor:
+    """Rows ``[B, S]`` or ``[B, planes, S]`` with at most ``tokens`` tokens: fewer sequences, then the begin of one.
+
+    A sequence with images stays whole, since an image's tokens belong together. Where the begin has no label that
+    counts, every token of it is predicted.
+    """
+    S = rows.shape[-1]
+    if tokens >= S or (rows.dim() == 3 and rows.shape[1] > 3):
+        return rows[: max(1, tokens // S)]
+    cut = rows[:1, ..., :tokens].clone()
+    if cut.dim() == 3 and not bool((cut[:, 1] != IGNORE).any()):
+        cut[:, 1, :-1] = cut[:, 0, 1:]
+    return cut
 
 
 def fusions_equal(trainer: Trainer) -> tuple[CheckResult, ...]:
@@ -24,13 +62,19 @@ def fusions_equal(trainer: Trainer) -> tuple[CheckResult, ...]:
 
     The largest difference of a logit over the largest logit, of the loss, of the gradient norm, and of each adapter's
     gradient in length and direction, must stay within the loosest tolerance among the installed fusions. The unfused
-    run takes the experts of the fused one; few of its own choices may be others.
+    run takes the experts of the fused one; few of its own choices may be others. Where the plan fits with its fusions
+    alone, both ways run on as many tokens as fit without them.
     """
     switches = trainer.live.switches
     if not switches:
         return ()
     tolerance = max(switch.tolerance for switch in switches)
-    batch = first_rows(trainer)
+    tokens = tokens_that_fit(trainer.plan)
+
+    def cut(rows: Tensor) -> Tensor:
+        return rows if tokens is None else shortened(rows, tokens)
+
+    batch = first_rows(trainer, cut)
     routes = Routes()
     with torch.no_grad():
         with routed(routes):
@@ -40,10 +84,10 @@ def fusions_equal(trainer: Trainer) -> tuple[CheckResult, ...]:
     error = float((fused - plain).abs().max() / plain.abs().max().clamp_min(1e-12))
     routes = Routes()
     with routed(routes):
-        ours = trainer.gradient(1)
+        ours = trainer.gradient(1, cut)
     kept = {name: value.to("cpu", copy=True) for name, value in trainer.optimizer.gradients().items()}
     with fusions_off(switches), routed(routes.again()):
-        theirs = trainer.gradient(1)
+        theirs = trainer.gradient(1, cut)
     adapter, apart = furthest(trainer, kept)
     trainer.optimizer.clear()
     trainer.live.meter.total.clear()
@@ -54,12 +98,17 @@ def fusions_equal(trainer: Trainer) -> tuple[CheckResult, ...]:
             name="fusions-equal",
             passed=max(error, norm_error, loss_error, apart) <= tolerance
             and repeated.differing_share <= ROUTES_TOLERANCE[trainer.recipe.precision.base],
-            evidence=f"{len(switches)} fused modules on and off: logits differ by {error:.1e}, loss {ours.loss:.6g} "
-            f"against {theirs.loss:.6g} ({loss_error:.1e}), gradient norm {ours.norm:.6g} against {theirs.norm:.6g} "
-            f"({norm_error:.1e}), gradient of {adapter} furthest apart ({apart:.1e}), allowed {tolerance:.0e}; "
+            evidence=f"{len(switches)} fused modules on and off{_on(tokens)}: logits differ by {error:.1e}, "
+            f"loss {ours.loss:.6g} against {theirs.loss:.6g} ({loss_error:.1e}), "
+            f"gradient norm {ours.norm:.6g} against {theirs.norm:.6g} ({norm_error:.1e}), "
+            f"gradient of {adapter} furthest apart ({apart:.1e}), allowed {tolerance:.0e}; "
             f"{repeated.differing} of {repeated.compared} experts chosen otherwise",
         ),
     )
+
+
+def _on(tokens: int | None) -> str:
+    return "" if tokens is None else f", on at most {tokens:,} tokens at once, since whole micro-batches fit only fused"
 
 
 def furthest(trainer: Trainer, fused: dict[str, Tensor]) -> tuple[str, float]:

@@ -31,6 +31,28 @@ def all_loaded(model: nn.Module) -> CheckResult:
     )
 
 
+def same_base(before: str, now: str) -> tuple[CheckResult, ...]:
+    """The frozen weights of a resumed run are those that it began with; nothing where the save does not tell.
+
+    A plan pins names, shapes, types and sizes of a checkpoint's tensors, not their values: another revision of the same
+    model has the same headers.
+
+    Args:
+        before, now: hashes of this rank's base, of the save and as it is loaded.
+    """
+    if not before:
+        return ()
+    result = CheckResult(
+        stage="load",
+        name="same-base",
+        passed=before == now,
+        evidence=f"frozen weights and buffers hash to {now[:16]}…, where the run began to {before[:16]}…"
+        + ("" if before == now else ": the checkpoint's values were changed since; restore them"),
+        scope="local",
+    )
+    return (result,)
+
+
 def _sound(value: torch.Tensor) -> bool:
     if value.is_meta:
         return False

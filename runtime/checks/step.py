@@ -10,6 +10,7 @@ from shardwright.runtime.checks.compare import NORM_TOLERANCE, equal_numbers
 from shardwright.runtime.lora.separate import expert_of
 from shardwright.runtime.mesh import Ranks
 from shardwright.runtime.ownership import Owned, by_expert, by_place
+from shardwright.schemas.canonical import sha256_of
 from shardwright.schemas.run import CheckResult
 
 PIECE = 1 << 22
@@ -48,6 +49,11 @@ def base_digests(
     """Digests of what must not change on this rank: all but adapters and the buffers in ``moves``."""
     buffers = {name: found for name, found in buffer_digests(model).items() if name not in moves}
     return {**digests(parameters, adapters=False), **buffers}
+
+
+def digest_of_base(found: dict[str, tuple[int, int]]) -> str:
+    """One hash of :func:`base_digests`."""
+    return sha256_of({name: list(pair) for name, pair in found.items()}, floats=False)
 
 
 def base_unchanged(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> CheckResult:

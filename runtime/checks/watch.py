@@ -6,7 +6,7 @@ from statistics import median
 
 from torch import Tensor
 
-from shardwright.runtime.checks.step import base_digests, base_unchanged, replicas_agree
+from shardwright.runtime.checks.step import base_digests, base_unchanged, biases_agree, replicas_agree
 from shardwright.runtime.record import WARMUP_STEPS
 from shardwright.runtime.train import Gradient, Trainer
 from shardwright.schemas.run import CheckResult, StepMetric
@@ -28,10 +28,10 @@ class Watch:
 
     Args:
         trainer: of the run.
-        base: digests of the frozen base as it was loaded; taken at the first due step of a resumed run without them.
+        base: digests of the frozen base as it was loaded.
     """
 
-    def __init__(self, trainer: Trainer, base: dict[str, tuple[int, int]] | None = None) -> None:
+    def __init__(self, trainer: Trainer, base: dict[str, tuple[int, int]]) -> None:
         self.trainer, self.base = trainer, base
         cost = trainer.plan.evidence.cost
         self.step_ms, self.peak = cost.time.step_ms, cost.memory.peak_bytes
@@ -43,10 +43,21 @@ class Watch:
         if step % AGREE_EVERY:
             return ()
         live, ranks = self.trainer.live, self.trainer.ranks
-        now = base_digests(live.model, live.parameters, self.trainer.router_biases())
-        before, self.base = self.base or now, self.base or now
         replicas = (replicas_agree(live.parameters, ranks),) if ranks.sizes.replicate > 1 else ()
-        return (base_unchanged(before, now), *replicas)
+        return (self._base_unchanged(), *replicas)
+
+    def at_end(self) -> tuple[CheckResult, ...]:
+        """After the last step, of a resumed run too: the base is what was loaded, replicas and biases agree."""
+        trainer = self.trainer
+        return (
+            self._base_unchanged(),
+            replicas_agree(trainer.live.parameters, trainer.ranks),
+            *biases_agree(trainer.router_biases(), trainer.ranks),
+        )
+
+    def _base_unchanged(self) -> CheckResult:
+        live = self.trainer.live
+        return base_unchanged(self.base, base_digests(live.model, live.parameters, self.trainer.router_biases()))
 
     def after(self, metric: StepMetric, gradient: Gradient) -> tuple[str, ...]:
         """Warnings of this step, each kind of prediction and each hot layer once."""

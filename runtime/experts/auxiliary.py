@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from shardwright.runtime.experts.balance import LoadMeter
 from shardwright.runtime.lora.inject import is_adapter
+from shardwright.runtime.lora.linear import LoraLinear
 from shardwright.schemas.errors import LegalityError, RecipeError
 from shardwright.schemas.recipe import BalanceSpec
 
@@ -124,10 +125,11 @@ class Balancer:
 
         def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             x = self.inputs.pop(name)
-            if not torch.is_grad_enabled() or not (x.requires_grad or gate.weight.requires_grad):
+            trained = any(value.requires_grad for value in (x, gate.weight, *(adapter_of(gate) or ())[:2]))
+            if not torch.is_grad_enabled() or not trained:
                 return None
             hidden, index, *rest = args
-            logits = F.linear(x.float(), gate.weight.float())
+            logits = router_logits(gate, x)
             scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
             if sigmoid:
                 scores = scores / scores.sum(-1, keepdim=True)
@@ -142,6 +144,23 @@ class Balancer:
             return (_Attach.apply(hidden, loss), index, *rest)
 
         return hook
+
+
+def adapter_of(gate: Any) -> tuple[Tensor, Tensor, float] | None:
+    """A [r, H], B [E, r] and the scaling of an adapted router, live or plain; ``None`` of a frozen one."""
+    if not isinstance(getattr(gate, "lora_a", None), Tensor):
+        return None
+    return gate.lora_a, gate.lora_b, gate.scaling if isinstance(gate, LoraLinear) else gate.lora_scaling
+
+
+def router_logits(gate: Any, x: Tensor) -> Tensor:
+    """[T, H] → [T, E] fp32: what the router makes its scores of, with its bias and its adapter."""
+    bias = getattr(gate, "bias", None)
+    logits = F.linear(x.float(), gate.weight.float(), bias.float() if isinstance(bias, Tensor) else None)
+    if (adapter := adapter_of(gate)) is not None:
+        a, b, scaling = adapter
+        logits = logits + scaling * F.linear(F.linear(x.float(), a.float()), b.float())
+    return logits
 
 
 def router_of(model: nn.Module, experts: str) -> nn.Module:

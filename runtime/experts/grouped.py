@@ -52,14 +52,16 @@ class GroupedLoraLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, lora_a, lora_b, inner = ctx.saved_tensors
         dy, sizes, run, low = gradients[0].contiguous(), ctx.sizes, ctx.run, ctx.low
-        dx = run.rows(dy, weight.mT if ctx.in_out else weight, sizes) if ctx.needs_input_grad[0] else None
-        da = db = None
+        da = db = dinner = None
         if lora_a is not None:
             dinner = low.rows(dy, lora_b, sizes).mul_(ctx.scaling)
             da = low.outer(dinner, x, sizes)
             db = low.outer(dy, inner, sizes).mul_(ctx.scaling)
-            if dx is not None:
-                low.add_rows(dx, dinner, lora_a, sizes, 1.0)
+        # Rows that a recomputation made are freed before dx is there.
+        del x, inner
+        dx = run.rows(dy, weight.mT if ctx.in_out else weight, sizes) if ctx.needs_input_grad[0] else None
+        if dx is not None and dinner is not None:
+            low.add_rows(dx, dinner, lora_a, sizes, 1.0)
         return dx, None, None, da, db, None, None, None
 
 

@@ -8,19 +8,19 @@ Legend: L local experts, o out features, i in features, g values of a group.
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shardwright.checkpoints.conversion import Box, Piece, intersect
+from shardwright.checkpoints.conversion import Piece
 from shardwright.checkpoints.names import NameMap
 from shardwright.checkpoints.packing import int4_group
 from shardwright.checkpoints.packing.int4 import VALUES_PER_WORD
 from shardwright.checkpoints.packing.logical import LogicalTensor
-from shardwright.checkpoints.reader import ShardReader
-from shardwright.runtime.experts.placement import Slots, runs_of
+from shardwright.checkpoints.reader import Part, ShardReader
+from shardwright.runtime.load.fills import FILL_BYTES, cut_source
 from shardwright.schemas.errors import CheckpointError, LegalityError
 
 FORMAT = "int4-group"
@@ -92,42 +92,52 @@ def empty_stack(stack: str, shape: tuple[int, int, int], packing: Int4) -> Int4S
     return Int4Stack(values, torch.empty((L, N, K // packing.group), dtype=packing.scales, device="meta"))
 
 
-def load_int4(
-    held: Int4Stack,
-    experts: Slots,
-    rows: tuple[int, int],
-    name: str,
-    reader: ShardReader,
-    names: NameMap,
-    in_out: bool,
-) -> None:
-    """Fill this rank's part, bit for bit; only its bytes are read. Arguments as ``load_stack``'s.
+@dataclass(frozen=True)
+class Int4Fill:
+    """Words and scales of some rows of some experts, as the files have them.
+
+    Attributes:
+        values, scales: the parts of a rank's stack that they fill, [experts, rows, words or groups].
+    """
+
+    values: Tensor
+    scales: Tensor
+    parts: tuple[Part, ...]
+    into: None = None
+
+    def place(self, read: Sequence[Tensor]) -> Tensor:
+        for into, value in zip((self.values, self.scales), read, strict=True):
+            into.copy_(value.reshape(into.shape))
+        return torch.isfinite(self.scales).all()
+
+
+def int4_fills(
+    held: Int4Stack, pieces: Iterable[Piece], name: str, reader: ShardReader, names: NameMap, in_out: bool
+) -> Iterator[Int4Fill]:
+    """Fills of this rank's part, bit for bit; only its bytes are read.
+
+    Args:
+        pieces: file tensors' parts; targets are (place, row, column) as the stack orders its matrices.
 
     Raises:
         CheckpointError: ``packed-layout`` where a file tensor does not hold whole rows of out × in.
     """
     _, _, K = held.shape
     group = K // held.scales.shape[2]
-    matrix = ((0, K), rows) if in_out else (rows, (0, K))
     row, column = (2, 1) if in_out else (1, 2)
-    boxes: list[tuple[int, Box]] = [(place, ((first, stop), *matrix)) for place, first, stop in runs_of(experts)]
-    for (place, box), whole in itertools.product(boxes, names.pieces(name)):
-        piece = intersect(whole, box)
-        if piece is None:
-            continue
+    for piece in pieces:
         logical = names.logical(piece.tensor)
         last = len(logical.shape) - 1
         if piece.axes[row] != last - 1 or piece.axes[column] != last or piece.target[column] != (0, K):
             raise _layout(name, piece)
-        *lead, (start, stop) = piece.source
-        (first, end), (low, high) = piece.target[0], piece.target[row]
-        at = (slice(place + first, place + end), slice(low, high))
-        for part, tensor, width in (
-            (held.values, logical.values, VALUES_PER_WORD),
-            (held.scales, _scale(logical), group),
-        ):
-            read = reader.read(tensor, (*lead, (start // width, stop // width)))
-            part[at] = read.reshape(end - first, *read.shape[-2:]).to(part.device)
+        for some in cut_source(piece, FILL_BYTES * 2, (*[1] * last, K)):
+            *lead, (start, stop) = some.source
+            at = tuple(slice(*some.target[dim]) for dim in (0, row))
+            parts = (
+                reader.part(logical.values, (*lead, (start // VALUES_PER_WORD, stop // VALUES_PER_WORD))),
+                reader.part(_scale(logical), (*lead, (start // group, stop // group))),
+            )
+            yield Int4Fill(held.values[at], held.scales[at], parts)
 
 
 def _scale(logical: LogicalTensor) -> str:

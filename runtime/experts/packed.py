@@ -155,13 +155,15 @@ class PackedLoraLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, lora_a, lora_b, inner = ctx.saved_tensors
         dy, sizes, run = gradients[0].contiguous(), ctx.sizes, ctx.run
-        dx = _by_expert(dy, ctx.stack, sizes, transposed=False) if ctx.needs_input_grad[0] else None
-        da = db = None
+        da = db = dinner = None
         if lora_a is not None:
             dinner = run.rows(dy, lora_b, sizes).mul_(ctx.scaling)
             da, db = run.outer(dinner, x, sizes), run.outer(dy, inner, sizes).mul_(ctx.scaling)
-            if dx is not None:
-                run.add_rows(dx, dinner, lora_a, sizes, 1.0)
+        # Rows that a recomputation made are freed before dx is there.
+        del x, inner
+        dx = _by_expert(dy, ctx.stack, sizes, transposed=False) if ctx.needs_input_grad[0] else None
+        if dx is not None and dinner is not None:
+            run.add_rows(dx, dinner, lora_a, sizes, 1.0)
         return dx, None, None, da, db, None, None
 
 

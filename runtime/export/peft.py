@@ -22,7 +22,7 @@ from shardwright.runtime.export.router_biases import routers_of, saved_routers
 from shardwright.runtime.lora.inject import adapter_names, adapter_shapes
 from shardwright.runtime.lora.shared import for_each_expert
 from shardwright.schemas.canonical import sha256_file
-from shardwright.schemas.errors import RunError
+from shardwright.schemas.errors import CheckFailed, RunError
 from shardwright.schemas.files import write_atomic
 from shardwright.schemas.lora import LoraTarget
 from shardwright.schemas.plan import AdaptationPlan, load_plan
@@ -43,8 +43,9 @@ def export_adapter(run_dir: Path, checkpoint: Path) -> AdapterFacts:
     Raises:
         RunError: ``no-save``, ``not-trained``, ``damaged-save``, ``other-plan``, ``adapter-shape``,
             ``router-biases``.
+        CheckFailed: ``failed``: a check of the run did not hold.
     """
-    plan = require_trained(run_dir)
+    plan = require_trained(run_dir, proving=True)
     save = state.final(run_dir, plan)
     saved, biases = state.read_adapters(save), state.read_biases(save)
     order = tuple(parameter_shapes(checkpoint))
@@ -72,19 +73,33 @@ def export_adapter(run_dir: Path, checkpoint: Path) -> AdapterFacts:
     return facts
 
 
-def require_trained(run_dir: Path) -> AdaptationPlan:
-    """The plan of a run that has ended.
+def require_trained(run_dir: Path, *, proving: bool = False) -> AdaptationPlan:
+    """The plan of a run that has ended and whose checks held.
+
+    Args:
+        proving: for the adapter that the export's own checks are about: those may have failed before.
 
     Raises:
         RunError: ``not-trained``.
+        CheckFailed: ``failed``.
     """
-    status = record.read(run_dir).status
+    kept = record.read(run_dir)
+    status = kept.status
     if status not in ("trained", "exported"):
         raise RunError(
             "not-trained",
             f"the run's status is {status!r}",
             where=str(run_dir),
             next_action="finish it with `shardwright resume`",
+        )
+    failed = [one for one in kept.checks if not one.passed and not (proving and one.stage == "export")]
+    if failed:
+        raise CheckFailed(
+            "failed",
+            "; ".join(f"{one.stage}/{one.name}: {one.evidence}" for one in failed),
+            where=str(run_dir),
+            next_action="do not use this run's weights; where only the export failed, `shardwright resume` makes the "
+            "adapter again and checks it",
         )
     return load_plan(run_dir / "plan.json")
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shardwright.runtime.failure import clear_failure, read_failure
+from shardwright.runtime.failure import clear_failure, read_failure, read_silence
 from shardwright.runtime.launch.allocator import choose_allocator
 from shardwright.runtime.launch.job import Job
 from shardwright.runtime.launch.options import LaunchOptions
@@ -48,7 +48,7 @@ def launch(
         The workers' exit code; ``runtime.failure.read_failure(run_dir)`` says why it is not 0.
 
     Raises:
-        RunError: ``run-dir-in-use``, ``timeout``, ``workers-died``.
+        RunError: ``run-dir-in-use``, ``timeout``, ``workers-died``, ``rank-silent``; ``disk-full`` before the start.
     """
     arguments = worker_arguments(plan_path, checkpoint, data_root, approvals_log, run_dir)
     if "RANK" in os.environ:
@@ -72,6 +72,14 @@ def launch(
         return int(failure["exit_code"])
     if code == 0 or code == int(ExitCode.INTERRUPTED):
         return code
+    if silence := read_silence(run_dir):
+        raise RunError(
+            "rank-silent",
+            f"{silence}; {max_restarts} restarts did not mend it",
+            where=str(run_dir / "logs"),
+            next_action="look at that rank's device and links (`shardwright doctor`, the launch option preflight); "
+            "`shardwright resume` goes on from the newest save",
+        )
     raise RunError(
         "workers-died",
         f"torchrun ended with code {code} after {max_restarts} restarts and no worker said why",

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.checkpoints.build import rebuild_buffers, state_shapes, tied_names
 from shardwright.checkpoints.headers import Headers
 from shardwright.checkpoints.names import NameMap
+from shardwright.checkpoints.readahead import ReadAhead, cores, readers_for
 from shardwright.checkpoints.reader import ShardReader
 from shardwright.runtime.device import Device, peak_host_bytes
 from shardwright.runtime.experts.module import LoraExperts
 from shardwright.runtime.experts.packed import SCALES, VALUES, held_as, packed_names
-from shardwright.runtime.experts.packed_load import load_stack
-from shardwright.runtime.load.decode import read_base
+from shardwright.runtime.experts.packed_load import stack_fills
+from shardwright.runtime.load.decode import base_fills
+from shardwright.runtime.load.fills import Fill
 from shardwright.runtime.lora.init import initial_box
 from shardwright.runtime.ownership import Owned, owned_parameters
 from shardwright.schemas.errors import CheckFailed, CheckpointError
 from shardwright.schemas.run import LoadFacts
 
-CHECKED_AT_ONCE = 64 << 20
-"""Values whose flags are in memory at once while they are looked at."""
 Progress = Callable[[int, int, int, float], None]
 """(bytes read, tensors done, of how many, seconds)."""
 
@@ -48,8 +51,12 @@ def load_weights(
     *,
     lora_seed: int,
     progress: Progress | None = None,
+    readers: int | None = None,
 ) -> LoadFacts:
     """Fill a materialised model.
+
+    Threads read ahead in the order of the files; this one brings what was read to the device and puts it in its place
+    there. Host memory is that of the threads' buffers, and of one adapter.
 
     Args:
         model: parameters and buffers uninitialised on ``device``.
@@ -58,7 +65,8 @@ def load_weights(
         names: which file tensors fill which parameters.
         device: of this rank.
         lora_seed: ``recipe.seeds.lora``.
-        progress: called after each tensor.
+        progress: called after each buffer of file bytes, and at the end.
+        readers: threads; this rank's share of the machine's cores unless told, eight at most.
 
     Raises:
         CheckpointError: ``missing-tensor``, ``unexpected-tensor`` and as the reader.
@@ -66,50 +74,141 @@ def load_weights(
     """
     _complete(names, folder)
     began = time.monotonic()
-    tensors = 0
+    if readers is None:
+        readers = readers_for(cores(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     with ShardReader(folder, headers) as reader, torch.no_grad():
-        parameters = owned_parameters(model)
-        packed, buffers = _packed_stacks(model), _persistent_buffers(model)
-        held = {
-            name: owned
-            for name, owned in parameters.items()
-            if all(start < stop for start, stop in owned.box) and name.removesuffix(SCALES) not in packed
-        }
-        for name, owned in held.items():
-            if (stack := name.removesuffix(VALUES)) in packed:
-                _load_packed(stack, packed[stack], parameters, reader, names)
-            else:
-                _fill(owned, reader, names, lora_seed)
-            tensors += 1
+        parameters, buffers = owned_parameters(model), _persistent_buffers(model)
+        held = {name: owned for name, owned in parameters.items() if all(start < stop for start, stop in owned.box)}
+        base = [
+            *_base_loads(model, held, reader, names),
+            *(_buffer_load(name, model.get_buffer(name), reader, names) for name in buffers),
+        ]
+        adapters = [owned for owned in held.values() if owned.adapter]
+        of = len(base) + len(adapters)
+
+        def tell(done: int) -> None:
             if progress is not None:
-                progress(reader.bytes_read, tensors, len(held) + len(buffers), time.monotonic() - began)
-        for name in buffers:
-            value = read_base(reader, names, name, tuple(model.get_buffer(name).shape))
-            check_finite(name, value, names)
-            model.get_buffer(name).copy_(value)
-            tensors += 1
+                progress(reader.bytes_read, done, of, time.monotonic() - began)
+
+        staging = _read_all(base, reader, device.torch_device, readers, tell)
+        for owned in adapters:
+            _start_adapter(owned, lora_seed)
+        tell(of)
         total = reader.bytes_read
     rebuild_buffers(model, device.torch_device)
     device.synchronize()
     return LoadFacts(
-        bytes_read=total, seconds=time.monotonic() - began, tensors=tensors, peak_host_bytes=peak_host_bytes()
+        bytes_read=total,
+        seconds=time.monotonic() - began,
+        tensors=of,
+        peak_host_bytes=peak_host_bytes(),
+        readers=readers,
+        staging_bytes=staging,
     )
 
 
-def _fill(owned: Owned, reader: ShardReader, names: NameMap, lora_seed: int) -> None:
-    """One parameter of this rank; what was read is forgotten before more is."""
+@dataclass
+class _Load:
+    """One parameter or buffer that the files fill, and how many of its fills are still to be put in place."""
+
+    name: str
+    fills: list[Fill]
+    left: int = 0
+
+
+def _base_loads(model: nn.Module, held: dict[str, Owned], reader: ShardReader, names: NameMap) -> Iterator[_Load]:
+    """What the files fill of this rank's parameters; the two halves of a packed stack are one."""
+    packed = _packed_stacks(model)
+    for name, owned in held.items():
+        stack = name.removesuffix(VALUES)
+        if owned.adapter or name.removesuffix(SCALES) in packed:
+            continue
+        if stack in packed:
+            module, scales = packed[stack], held[f"{stack}{SCALES}"]
+            values = held_as(owned.local(), scales.local(), module.packing)  # type: ignore[arg-type]
+            fills = list(stack_fills(values, owned.numbers, owned.box[1], stack, reader, names, module.layout))
+            yield _Load(stack, fills)
+            continue
+        fills, start = [], 0
+        for box in owned.parts():
+            into = owned.local()[start : start + box[0][1] - box[0][0]] if box else owned.local()
+            fills += base_fills(reader, names, name, box, into)
+            start += len(into) if box else 0
+        yield _Load(name, fills)
+
+
+def _buffer_load(name: str, buffer: Tensor, reader: ShardReader, names: NameMap) -> _Load:
+    whole = tuple((0, size) for size in buffer.shape)
+    return _Load(name, list(base_fills(reader, names, name, whole, buffer)))
+
+
+def _read_all(
+    loads: list[_Load], reader: ShardReader, device: torch.device, readers: int, tell: Callable[[int], None]
+) -> int:
+    """Read every fill and put it in its place; bytes of the buffers that this took."""
+    work = [(load, fill) for load in loads for fill in load.fills]
+    for load in loads:
+        load.left = len(load.fills)
+    done = 0
+    apart = device.type != "cpu"
+    with ReadAhead(reader, [fill.parts for _, fill in work], readers=readers, pinned=apart) as ahead:
+        for filled in ahead:
+            data = filled.data.to(device, non_blocking=True) if apart else filled.data
+            copied = _mark(device) if apart else None
+            flags: list[tuple[str, Fill, Tensor]] = []
+            for number, read in filled.batch.by_want(data):
+                load, fill = work[number]
+                flags.append((load.name, fill, fill.place(read)))
+                load.left -= 1
+                done += not load.left
+            ahead.give_back(filled, partial(_settle, copied, flags, reader))
+            tell(done)
+        return ahead.staging_bytes
+
+
+def _mark(device: torch.device) -> torch.Event:
+    """A place in the device's queue, behind what was queued so far."""
+    event = torch.Event(device)
+    event.record()
+    return event
+
+
+def _settle(copied: torch.Event | None, flags: list[tuple[str, Fill, Tensor]], reader: ShardReader) -> None:
+    """Wait for a buffer's copy, and look at the flags of what came with it.
+
+    Raises:
+        CheckFailed: ``nan-weights``.
+    """
+    if copied is not None:
+        copied.synchronize()
+    if flags and not bool(torch.stack([flag for _, _, flag in flags]).all()):
+        name, fill = next((name, fill) for name, fill, flag in flags if not bool(flag))
+        raise _not_finite(name, fill, reader)
+
+
+def _not_finite(name: str, fill: Fill, reader: ShardReader) -> CheckFailed:
+    """NaN or infinity in what was read, naming parameter, file tensors and the first place."""
+    what = f"a scale of {name} is not a finite number"
+    if fill.into is not None:
+        finite = torch.isfinite(fill.into)
+        place = (~finite).nonzero()[0].tolist()
+        first = float(fill.into[tuple(place)])
+        what = f"{int((~finite).sum())} values of {name} are not finite, first {first} at {place} of the part read"
+    return CheckFailed(
+        "nan-weights",
+        what,
+        where=", ".join(f"{reader.place(part)[0]}: {part.tensor}" for part in fill.parts[:4]),
+        next_action="fetch this shard again; if its hash is right, the checkpoint itself is damaged",
+    )
+
+
+def _start_adapter(owned: Owned, lora_seed: int) -> None:
+    """First values of an adapter."""
     start = 0
     for box in owned.parts():
-        if owned.adapter:
-            part = initial_box(lora_seed, owned.name, owned.shape, box)
-        else:
-            part = read_base(reader, names, owned.name, owned.shape, box)
-        filled = owned.local()[start : start + len(part)]
-        filled.copy_(part)
-        if not owned.adapter:
-            check_finite(owned.name, filled, names)
+        part = initial_box(lora_seed, owned.name, owned.shape, box)
+        owned.local()[start : start + len(part)].copy_(part)
         start += len(part)
-        del part
 
 
 def _packed_stacks(model: nn.Module) -> dict[str, LoraExperts]:
@@ -120,14 +219,6 @@ def _packed_stacks(model: nn.Module) -> dict[str, LoraExperts]:
         if isinstance(module, LoraExperts)
         for stack in packed_names(module)
     }
-
-
-def _load_packed(
-    name: str, module: LoraExperts, parameters: dict[str, Owned], reader: ShardReader, names: NameMap
-) -> None:
-    values, scales = (parameters[f"{name}{part}"] for part in (VALUES, SCALES))
-    held = held_as(values.local(), scales.local(), module.packing)  # type: ignore[arg-type]
-    load_stack(held, values.numbers, values.box[1], name, reader, names, module.layout)
 
 
 def _persistent_buffers(model: nn.Module) -> list[str]:
@@ -151,24 +242,3 @@ def _complete(names: NameMap, folder: Path) -> None:
             where=str(folder),
             next_action="check that config.json belongs to these files and that transformers knows this revision",
         )
-
-
-def check_finite(name: str, value: torch.Tensor, names: NameMap) -> None:
-    """Refuse NaN and infinity in what was read, where it now is: a device looks faster than a host's one thread.
-
-    Raises:
-        CheckFailed: ``nan-weights``, naming parameter, file tensors and the first place.
-    """
-    if not value.is_floating_point() or value.dtype.itemsize < 2:
-        return
-    if all(bool(torch.isfinite(some).all()) for some in value.reshape(-1).split(CHECKED_AT_ONCE)):
-        return
-    finite = torch.isfinite(value)
-    place = (~finite).nonzero()[0].tolist()
-    raise CheckFailed(
-        "nan-weights",
-        f"{int((~finite).sum())} values of {name} are not finite, first {float(value[tuple(place)])} at {place} of the "
-        f"part read",
-        where=", ".join(names.hub_names(name)[:4]),
-        next_action="fetch this shard again; if its hash is right, the checkpoint itself is damaged",
-    )

@@ -67,6 +67,7 @@ def adapt_router(module: nn.Module, name: str, rank: int, scaling: float, dtype:
     experts, width = weight.shape
     module.register_parameter("lora_a", nn.Parameter(torch.empty((rank, width), dtype=dtype, device=weight.device)))
     module.register_parameter("lora_b", nn.Parameter(torch.empty((experts, rank), dtype=dtype, device=weight.device)))
+    module.lora_scaling = scaling  # type: ignore[assignment]
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -28,6 +28,9 @@ together: measured on one H200, 1.884 GiB at T 8192 and 7.535 GiB at T 32768 (n 
 DELTA_RULES = ("kda", "gated_delta")
 """Kernels of linear attention: with a decay for each channel, or for each head."""
 
+OVERWRITING = ("moe_layer", "grouped_lora_mlp")
+"""Kernels of the experts block whose backward needs no memory of its own for what it turns into gradients."""
+
 CHUNK = 64
 """Tokens of a chunk of unfused linear attention."""
 
@@ -245,29 +248,48 @@ def after_attention_bytes(work: Workload, layer: LayerWork, fused: FusedProvider
 
 
 def backward_workspace_bytes(
-    work: Workload, layer: LayerWork, tokens: Any, rows: Any, fused: FusedProviders, kept: Any, expert_tp: Any = 1
+    work: Workload,
+    layer: LayerWork,
+    tokens: Any,
+    rows: Any,
+    fused: FusedProviders,
+    kept: Any,
+    expert_tp: Any = 1,
+    recomputed: Any = False,
 ) -> Any:
     """Gradients alive at once inside the backward of one layer, beyond everything that the layer keeps.
 
-    In the MLP's part two hidden gradients; for experts also d(gate, up) and two row gradients (one where one operator
-    is the whole layer); for a dense MLP d(gate, up). In attention's part its own, when what stands behind it in the
+    In the MLP's part two hidden gradients; for experts see :func:`routed_backward_bytes`; for a dense MLP d(gate, up)
+    and, where eager, the gradient of their product. In attention's part its own, when what stands behind it in the
     layer is free already.
     """
     b = work.base_bytes
-    routed = routed_backward_bytes(work, layer, rows, fused, expert_tp) if layer.routed else 0
-    mlp = tokens * b * (2 * work.hidden + 2 * layer.mlp_width) + routed
+    routed = routed_backward_bytes(work, layer, rows, fused, expert_tp, recomputed) if layer.routed else 0
+    inner = 3 if fused.provider("swiglu") == "eager" and not layer.routed else 2
+    mlp = tokens * b * (2 * work.hidden + inner * layer.mlp_width) + routed
     attention = tokens * (attention_workspace_bytes(work, layer, fused, True) + 2 * b * work.hidden)
     return np.maximum(mlp, attention - after_attention_bytes(work, layer, fused, tokens, kept))
 
 
 def routed_backward_bytes(
-    work: Workload, layer: LayerWork, rows: Any, fused: FusedProviders, expert_tp: Any = 1
+    work: Workload, layer: LayerWork, rows: Any, fused: FusedProviders, expert_tp: Any = 1, recomputed: Any = False
 ) -> Any:
-    """Of these the experts': d(gate, up) and two row gradients, one where one operator is the whole layer."""
-    width = work.profile.shape.expert_intermediate_size / expert_tp
-    whole = fused.kernel("experts") == "moe_layer"
-    between = work.row_width + (2 * layer.adapters.expert_ranks if whole else work.row_width)
-    return rows * work.base_bytes * (2 * width + between)
+    """Of these the experts', beyond what they keep.
+
+    Eager or packed: d(gate, up) and two row gradients. Our kernels write d(gate, up) over gate and up and, with
+    adapters, the gradient of their product over it (``Held`` of ``kernels/grouped_lora_mlp/layer.py``). So there are
+    one row gradient where one operator is the whole layer, two otherwise, and r values for each stack; and where the
+    layer is recomputed, nobody else holds what the experts kept: the product, and the rows if they are the experts'
+    own, are free before the rows' gradient is made.
+    """
+    width, ranks = work.profile.shape.expert_intermediate_size / expert_tp, layer.adapters.expert_ranks
+    row, whole = work.row_width, fused.kernel("experts") == "moe_layer"
+    if fused.kernel("experts") not in OVERWRITING:
+        return rows * work.base_bytes * (2 * width + 2 * row)
+    if not (layer.adapters.experts_in or layer.adapters.experts_out):
+        return rows * work.base_bytes * (np.maximum(row, width) + (0 if whole else row))
+    freed = np.where(recomputed, width + (0 if whole else row), 0.0)
+    return rows * work.base_bytes * ((1 if whole else 2) * row + ranks - freed)
 
 
 def routed_forward_bytes(work: Workload, rows: Any, fused: FusedProviders) -> Any:

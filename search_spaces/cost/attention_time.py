@@ -34,15 +34,19 @@ SCORE_PASSES = 6
 CHOICE_BYTES = 31
 """Bytes a pair that its choice of keys moves: causal mask, sort, scatter into a mask, and that made a bias."""
 
+MASK_BYTES = 10
+"""Of them, a pair, what makes the mask of a cut row again (``runtime/context_pieces.py``): what is seen, what is chosen
+(written each), both together (three), a bias of that (three), read once."""
+
 
 def attention_time(
     work: Workload, layer: LayerWork, plans: Plans, rates: Rates, fused: FusedProviders, tokens: Array
 ) -> Pair:
     """Flops per token, causal: softmax 2·S·n·d; latent S·n·(d_qk + d_v); linear 8·d·n·d, unfused by its traffic.
 
-    Sparse, by its kernel: 2·min(S, k)·n·(2·r_kv + d_r) in the absorbed form, and the indexer's S·n_I·d_I; by torch as
-    ``_masked``. Where a sequence is cut over ranks also ``context.further_flops``, and softmax once more in backward,
-    not an indexer.
+    Sparse, by its kernel: 2·min(S, k)·n·(2·r_kv + d_r) in the absorbed form, and the indexer's S·n_I·d_I, through which
+    nothing flows back; by torch as ``_masked``. Where a sequence is cut over ranks also ``context.further_flops``, and
+    attention once more in backward, not an indexer.
     """
     shape, sequence = work.profile.shape, work.recipe.batch.sequence_tokens
     index = 0.0
@@ -53,7 +57,7 @@ def attention_time(
     if layer.kind.attention == "linear":
         per_token = 8.0 * (shape.linear_head_dim or shape.head_dim) * work.linear_width
     elif layer.kind.attention == "dsa" and work.latent(layer) and not fused.kernel("dsa"):
-        return _masked(work, rates, tokens)
+        return _masked(work, layer, plans, rates, fused, tokens)
     elif layer.kind.attention == "dsa" and work.latent(layer):
         width = 2 * shape.kv_lora_rank + shape.qk_rope_head_dim
         per_token = 2.0 * min(sequence, shape.index_topk or sequence) * shape.num_attention_heads * width
@@ -65,14 +69,33 @@ def attention_time(
     else:
         per_token = 2.0 * sequence * work.query_width
     once = rates.attention_s(tokens * per_token, float(sequence))
-    back = rates.attention_backward_s(once, tokens * work.query_width)
-    if not np.any(plans.cp > 1):
-        return once, back
-    further, again = (rates.gemm_s(flops, 0.0, tokens) for flops in context.further_flops(work, layer, plans, tokens))
-    if not context.attends_again(layer):
-        return once + further, back + again
     attended = once if not index else rates.attention_s(tokens * (per_token - index), float(sequence))
-    return once + further, back + again + np.where(plans.cp > 1, attended, 0.0)
+    back = rates.attention_backward_s(attended, tokens * work.query_width)
+    return _cut(work, layer, plans, rates, fused, tokens, (once, back), attended)
+
+
+def _cut(
+    work: Workload,
+    layer: LayerWork,
+    plans: Plans,
+    rates: Rates,
+    fused: FusedProviders,
+    tokens: Array,
+    whole: Pair,
+    attended: Array,
+) -> Pair:
+    """With what is computed only where rows are cut over ranks.
+
+    Args:
+        whole: without it.
+        attended: of the forward, what runs again in backward there.
+    """
+    if not np.any(plans.cp > 1):
+        return whole
+    flops = context.further_flops(work, layer, plans, fused, tokens)
+    further, again = (rates.gemm_s(one, 0.0, tokens) for one in flops)
+    repeated = np.where(plans.cp > 1, attended, 0.0) if context.attends_again(layer) else 0.0
+    return whole[0] + further, whole[1] + again + repeated
 
 
 def _chunks(work: Workload, rates: Rates, tokens: Array) -> Pair:
@@ -90,16 +113,20 @@ def _chunks(work: Workload, rates: Rates, tokens: Array) -> Pair:
     )
 
 
-def _masked(work: Workload, rates: Rates, tokens: Array) -> Pair:
+def _masked(work: Workload, layer: LayerWork, plans: Plans, rates: Rates, fused: FusedProviders, tokens: Array) -> Pair:
     """Sparse attention by torch: fp32 scores of every indexer head over all pairs, then dense attention under a mask.
 
-    2·S·n_I·d_I flops a token in fp32 and passes over [T, n_I, S]; 2·S·n·(d_qk + d_v) under the mask, no pair skipped.
-    Nothing flows back through the indexer.
+    2·S·n_I·d_I flops a token in fp32 and passes over [T, n_I, S]; 2·S·n·(d_qk + d_v) under the mask, no pair skipped;
+    of cut rows the pairs of ``context.keys_seen``, in backward again with their mask. Nothing flows back through the
+    indexer.
     """
     shape, sequence = work.profile.shape, work.recipe.batch.sequence_tokens
     pairs = 1.0 * tokens * sequence
     index = rates.wide_gemm_s(2.0 * pairs * shape.index_num_heads * shape.index_head_dim, 0.0)
     index = index + rates.traffic_s(pairs * (4 * SCORE_PASSES * shape.index_num_heads + CHOICE_BYTES))
     width = shape.qk_nope_head_dim + shape.qk_rope_head_dim + shape.v_head_dim
-    core = rates.masked_attention_s(2.0 * pairs * shape.num_attention_heads * width, float(sequence))
-    return index + core, rates.attention_backward_s(core, tokens * shape.num_attention_heads * width / 2)
+    met = pairs * context.keys_seen(plans)
+    core = rates.masked_attention_s(2.0 * met * shape.num_attention_heads * width, float(sequence))
+    back = rates.attention_backward_s(core, tokens * shape.num_attention_heads * width / 2)
+    attended = core + rates.traffic_s(MASK_BYTES * met)
+    return _cut(work, layer, plans, rates, fused, tokens, (index + core, back), attended)

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from shardwright.kernels.packed_experts.configs import PIECES
+from shardwright.kernels.permute.configs import TILE_ROWS
 from shardwright.schemas.cluster import Calibration, ClusterSpec, CurvePoint, DeviceSpec
 from shardwright.schemas.errors import ClusterError
 from shardwright.schemas.ops import EvidenceOrigin, OpCost, PassCost
@@ -39,9 +41,19 @@ ATTENTION_BACKWARD_BYTES = {"cpu": 0, "cuda": 14}
 """Bytes a value of q that its helper kernels move in backward: the dot of output and gradient, the query's gradient
 from fp32, and the sum of key and value gradients over a group's heads."""
 
-KERNEL_PRODUCT_SHARE = 0.84
-"""A grouped product of our kernel over the library's on a GPU: it gathers rows, adds the adapter and applies the
-activation in one. In a profile of one H200, 131,072 rows over 128 experts, 609 TFLOP/s beside 727."""
+TILED_SHARE, TILED_ROWS = 0.96, TILE_ROWS
+"""Our grouped products on a GPU: share of the library's best rate that they reach once the rows of an expert are
+rounded up to whole tiles, for a tile with fewer takes as long. Alone on one H200 (cases ``moe/k3-ep64``, ``256e8``,
+``128e8``, ``896e16``: 4,681, 256, 512 and 146 rows an expert) 686, 693, 650 and 607 TFLOP/s beside 689; in a profile of
+a training step, 1,024 rows, 666 beside 693 that last."""
+
+PIECED_SHARE, PIECED_ROWS = 0.67, 32
+"""The same of the product for few rows, whose tiles are cut into smaller pieces: 462 TFLOP/s at 256 rows an expert
+(case ``moe/256e8``, of which it takes 25.2 ms where the other takes 24.3)."""
+
+DECODED_SHARE = 0.54
+"""The same of products that decode packed weights tile by tile: cases ``moe-mxfp4/k3-ep64-2k`` (forward, dx) and
+``-4k`` (forward) reach 360, 346 and 412 TFLOP/s beside 689."""
 
 ADAPTER_GRADIENT_SHARE = 0.55
 """Bandwidth that the kernels of expert adapters' gradients reach: in that profile they move 2.1 GB in 0.94 ms."""
@@ -203,6 +215,36 @@ class Rates:
         fitted = flops / rate + traffic_bytes / (GROUPED_READ * self.bandwidth)
         return fitted if measured is None else np.maximum(fitted, flops / measured)
 
+    def _best_grouped(self) -> float:
+        """The highest rate of grouped products that lasts."""
+        curve = self.calibration.grouped_gemm_flops.get(self.dtype, ()) if self.calibration else ()
+        peak = self.device.peak_flops.get(self.dtype)
+        known = GROUPED_SHARE_OF_PEAK * peak if peak else flops_rate(self.device, self.dtype)
+        return min(max((point.rate for point in curve), default=known), self._sustained)
+
+    def tiled_s(self, flops: Any, traffic_bytes: Any, rows_per_expert: Any) -> Any:
+        """A grouped product of ours: the slower of moving, and of computing whole tiles by the better of two kernels.
+
+        On a CPU, where no kernel runs, torch's.
+        """
+        if self.device.type == "cpu":
+            return self.grouped_s(flops, traffic_bytes, rows_per_expert)
+        ways = ((TILED_SHARE, TILED_ROWS), (PIECED_SHARE, PIECED_ROWS))
+        whole, pieced = (rounded_up(rows_per_expert, rows) / (share * self._best_grouped()) for share, rows in ways)
+        return np.maximum(flops * np.minimum(whole, pieced), traffic_bytes / (GROUPED_READ * self.bandwidth))
+
+    def decoded_s(self, flops: Any, traffic_bytes: Any, rows_per_expert: Any) -> Any:
+        """The same of packed weights, decoded in every tile; the kernel's tile leaves the fewest rows empty."""
+        if self.device.type == "cpu":
+            return self.grouped_s(flops, traffic_bytes, rows_per_expert)
+        mean = np.maximum(1.0, np.ceil(rows_per_expert))
+        sizes = [piece.rows for piece in reversed(PIECES)]
+        held = [np.ceil(mean / size) * size for size in sizes]
+        least = np.minimum.reduce(held)
+        tile = np.select([one == least for one in held], sizes)
+        seconds = flops * rounded_up(rows_per_expert, tile) / (DECODED_SHARE * self._best_grouped())
+        return np.maximum(seconds, traffic_bytes / (GROUPED_READ * self.bandwidth))
+
     def attention_s(self, flops: Any, sequence_tokens: Any) -> Any:
         """Attention scores and their product with values."""
         rate = self._measured("attention_flops", sequence_tokens)
@@ -233,6 +275,10 @@ class Rates:
         """A chain of eager operators that reaches a share of a copy's bandwidth."""
         return traffic_bytes / (share["cpu" if self.device.type == "cpu" else "cuda"] * self.bandwidth)
 
+    def gather_input_s(self, full_bytes: Any, ranks: Any) -> Any:
+        """What a rank does before a gather of X bytes: its own part copied into the flat buffer, ``2·X/n`` moved."""
+        return np.where(ranks > 1, 2 * full_bytes / ranks / self.bandwidth, 0.0)
+
     def gather_copies_s(self, full_bytes: Any) -> Any:
         """What a gather of X bytes costs beside the network: copied out of the flat buffer, read and written.
 
@@ -254,6 +300,14 @@ class Rates:
         if self.device.type != "cpu" and name in CALL_POWER:
             curve = without_call(curve, CALL_POWER[name])
         return rate_at(curve, size)
+
+
+def rounded_up(rows: Any, tile: Any) -> Any:
+    """Rows of whole tiles over rows, of experts that have ``rows`` on average: half of the last tile is empty, and an
+    expert with any row has a tile."""
+    filled = np.maximum(rows, 1e-9)
+    some = np.minimum(1.0, filled)
+    return np.maximum(some, filled / tile + some / 2) * tile / filled
 
 
 CALL_POWER = {"gemm_flops": 3, "attention_flops": 2}

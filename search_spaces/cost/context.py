@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from shardwright.search_spaces.cost.fusion import FusedProviders
 from shardwright.search_spaces.cost.plans import Array, Plans
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
 
@@ -34,6 +35,21 @@ GRADIENT_BYTES = 4
 def attends_again(layer: LayerWork) -> bool:
     """Whether backward runs the attention itself again, for what it gathered was not kept."""
     return layer.kind.attention not in ("none", "linear")
+
+
+def expands(work: Workload, layer: LayerWork, fused: FusedProviders) -> bool:
+    """Whether keys and values of all tokens are expanded: by latent attention, and by a family's own sparse one."""
+    kinds = ("mla",) if fused.kernel("dsa") else ("mla", "dsa")
+    return layer.kind.attention in kinds and work.latent(layer)
+
+
+def keys_seen(plans: Plans) -> Array:
+    """Share of all keys that a rank's queries meet where masked keys are not skipped: ``(2·cp + 1)/(4·cp)``.
+
+    A piece stands before the keys that end with it, so a rank's two, the i-th from the front and from the end, meet
+    ``2·cp + 1`` pieces of keys out of twice ``2·cp``. Whole rows meet all.
+    """
+    return np.where(plans.cp > 1, (PIECES * plans.cp + 1) / (2 * PIECES * plans.cp), 1.0)
 
 
 def exchanged_bytes(work: Workload, layer: LayerWork, plans: Plans, tokens: Array) -> tuple[Array, Array]:
@@ -60,18 +76,21 @@ def exchanged_bytes(work: Workload, layer: LayerWork, plans: Plans, tokens: Arra
     return np.where(shared, forward, 0.0), np.where(shared, backward, 0.0)
 
 
-def further_flops(work: Workload, layer: LayerWork, plans: Plans, tokens: Array) -> tuple[Array, Array]:
+def further_flops(
+    work: Workload, layer: LayerWork, plans: Plans, fused: FusedProviders, tokens: Array
+) -> tuple[Array, Array]:
     """Flops that a rank has only because its sequence is cut: (forward, backward); 0 where cp is 1.
 
-    Latent: keys and values of other ranks' tokens are expanded, ``2·(m·S − T·t)·r_kv·n·(d_n + d_v)/t``; in backward
-    again, and the gradient of their input. Linear: the recurrence once more over values and keys, ``16·T·d·W``, and its
-    gradient. Attention that runs again in backward is counted by who counts attention (:func:`attends_again`).
+    Latent, and sparse by the family's own code: keys and values of other ranks' tokens are expanded,
+    ``2·(m·S − T·t)·r_kv·n·(d_n + d_v)/t``; in backward again, and the gradient of their input. Linear: the recurrence
+    once more over values and keys, ``16·T·d·W``, and its gradient. Attention that runs again in backward is counted by
+    who counts attention (:func:`attends_again`).
     """
     shape, none = work.profile.shape, np.zeros(len(plans))
     if layer.kind.attention == "linear":
         forward = 16.0 * tokens * _state_values(work)
         backward = 2 * forward
-    elif layer.kind.attention == "mla" and work.latent(layer):
+    elif expands(work, layer, fused):
         expansion = shape.kv_lora_rank * shape.num_attention_heads * (shape.qk_nope_head_dim + shape.v_head_dim)
         forward = 2.0 * tokens * (plans.cp - 1) * expansion
         backward = 2 * forward
@@ -81,7 +100,7 @@ def further_flops(work: Workload, layer: LayerWork, plans: Plans, tokens: Array)
     return np.where(shared, forward, 0.0), np.where(shared, backward, 0.0)
 
 
-def held_bytes(work: Workload, layer: LayerWork, plans: Plans, tokens: Array) -> Array:
+def held_bytes(work: Workload, layer: LayerWork, plans: Plans, fused: FusedProviders, tokens: Array) -> Array:
     """Alive on a rank while such a layer runs, beyond its own tokens; 0 where cp is 1.
 
     Softmax: keys and values of all tokens, ``2·b·m·S·g·d/t``, and their gradient in fp32. Latent: the same of all that
@@ -94,7 +113,7 @@ def held_bytes(work: Workload, layer: LayerWork, plans: Plans, tokens: Array) ->
         size = 2 * gathered
     else:
         size = gathered * (1 + GRADIENT_BYTES / b)
-        if layer.kind.attention == "mla" and work.latent(layer):
+        if expands(work, layer, fused):
             key = shape.qk_nope_head_dim + shape.qk_rope_head_dim
             size = size + 2 * b * tokens * shape.num_attention_heads * (key + shape.v_head_dim)
     return np.where(plans.cp > 1, size, 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from shardwright.schemas.fusion import FusionDecision
 from shardwright.schemas.ops import OpCost
@@ -54,6 +55,12 @@ class FusedProviders:
         added = min(2.0, self._hidden_norms("add_rms_norm") / layers)
         alone = min(2.0 - added, self._hidden_norms("rms_norm") / layers)
         return {"add_rms_norm": added, "rms_norm": alone, "eager": 2.0 - added - alone}
+
+    @cached_property
+    def key(self) -> tuple[tuple[str, str, int, str], ...]:
+        """(operator, provider, modules, kernel) of all that is fused."""
+        found = ((op, provider, len(modules), self.kernel(op)) for op, (provider, modules) in self.chosen.items())
+        return tuple(sorted(found))
 
     @property
     def norms_heads(self) -> bool:

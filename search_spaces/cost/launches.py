@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwright.schemas.ops import OpCost
+from shardwright.search_spaces.cost import family
 from shardwright.search_spaces.cost.activations import chunks_of, unfused_chunks
 from shardwright.search_spaces.cost.fusion import FusedProviders, kernel_cost
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
@@ -36,8 +37,8 @@ NODES: dict[str, Counts] = {
 """Units of our own nodes, by operator: 843 and 615 µs for a whole MoE layer, 257 and 73 for a router, over a product's
 39.7."""
 
-PROJECTIONS = {"none": 0, "full": 4, "sliding": 4, "mla": 5, "dsa": 5, "linear": 8}
-"""Products of a layer's attention; an adapter on one adds ``ADAPTED``."""
+PROJECTIONS = {"none": 0, "full": 4, "sliding": 4, "mla": 4, "dsa": 4, "linear": 8}
+"""Products of a layer's attention, without that which compresses queries; an adapter on one adds ``ADAPTED``."""
 
 ADAPTED: Counts = (4, 8)
 """Two casts and two products; in backward five products and gradients scaled and cast."""
@@ -46,24 +47,34 @@ BESIDE: dict[str, Counts] = {
     "none": (2, 4),
     "full": (3, 10),
     "sliding": (3, 10),
-    "mla": (19, 37),
-    "dsa": (19, 37),
+    "mla": (24, 40),
+    "dsa": (24, 40),
     "linear": (13, 20),
 }
 """Plain kernels beside projections, norms and rotation: attention (five backward), residual sums, and sums of what
-three projections hand back; in latent attention also its rotation, splits and joins."""
+three projections hand back; in latent attention also the norm of what is compressed, splits and joins."""
+
+QUERY_LATENT: Counts = (9, 13)
+"""Plain kernels of a compressed query: its product and its norm."""
+
+LATENT_ROTATION: Counts = (16, 27)
+"""Plain kernels that turn the shared key and the queries' part that meets it."""
+
+UNTURNED = ("kimi_linear", "kimi_k3")
+"""Families whose latent attention has no positions."""
 
 ROTATION: Counts = (10, 20)
 """Plain kernels that turn q and k where no norm of heads is counted with them."""
 
-INDEXER: Counts = (30, 0)
-"""Plain kernels of an eager indexer with its choice of keys and their mask."""
+INDEXER: Counts = (38, 0)
+"""Plain kernels of an eager indexer with its products, its rotation, its choice of keys and their mask."""
 
 ROUTER: Counts = (11, 14)
 """Plain kernels of an eager router."""
 
-ROWS: Counts = (28, 20)
-"""Plain kernels of a MoE layer by torch: sort, gather, both grouped products with their offsets, gate, combine."""
+ROWS: Counts = (26, 17)
+"""Plain kernels of a MoE layer by torch beside its gate's: sort, gather, both grouped products with their offsets,
+combine."""
 
 ADAPTED_EXPERTS: Counts = (9, 17)
 """Kernels of an adapter on one stack by torch: four grouped products and their offsets, casts, sums."""
@@ -76,8 +87,14 @@ NEW_LAUNCH, NEW_LAYOUT = 1.8, 3.8
 triton (25 to 60 µs) instead of being bound (``kernels/bound.py``), and its guards run (92 µs, ``kernels/admitted.py``),
 over 24 µs."""
 
-MLP: tuple[Counts, Counts] = ((3, 3), (2, 5))
-"""Products and plain kernels of a dense MLP or of shared experts."""
+MLP: Counts = (3, 3)
+"""Products of a dense MLP or of shared experts, beside the kernels of its gate."""
+
+MLP_SUMS: Counts = (0, 2)
+"""Plain kernels of its backward besides: gate and up hand back two gradients, and what is shared a third."""
+
+RESIDUAL_SUMS: Counts = (2, 2)
+"""Plain kernels of ``BESIDE`` that add to a residual stream, which attention residuals take the place of."""
 
 CHUNK_KERNELS: tuple[Counts, Counts] = ((7.1, 19), (19, 62))
 """Plain kernels of one unfused linear attention, forward and backward: (a row of a chunk's triangle but the first,
@@ -113,21 +130,32 @@ def launches_of(
     add((PROJECTIONS[kind], PROJECTIONS[kind]))
     add(BESIDE[kind], PLAIN)
     add(ADAPTED, max(0.0, layer.adapters.targets - experts))
+    if work.latent(layer) and work.profile.shape.q_lora_rank:
+        add(QUERY_LATENT, PLAIN)
+    if work.latent(layer) and work.profile.model_type not in UNTURNED:
+        add(LATENT_ROTATION, PLAIN)
     if kind == "dsa" and not fused.kernel("dsa"):
         add(INDEXER, PLAIN)
     if fused.kernel("qk_norm_rope"):
         add(NODES["qk_norm_rope"])
     elif kind in ("full", "sliding") and not any(op == "qk_norm_rope" for op, _, _ in norms):
         add(ROTATION, PLAIN)
+    gate = family.eager_gate(work.profile.model_type, work.dtype)[1]
     if layer.mlp_width:
-        add(MLP[0])
-        add(MLP[1], PLAIN)
+        add(MLP)
+        add(MLP_SUMS, PLAIN)
+        add(units("gate", family.gate_cost(work, fused, family.COUNTED_TOKENS, layer.mlp_width)))
+    mixed = family.residual_moves(work, layer, fused)[1]
+    if mixed[0]:
+        add(mixed, PLAIN)
+        add(RESIDUAL_SUMS, -PLAIN)
     for op, share, cost in norms:
         add(units(op, cost), share)
     if layer.routed:
         add(NODES["router"] if fused.kernel("router") else (PLAIN * ROUTER[0], PLAIN * ROUTER[1]))
         if fused.provider("experts") in PROVIDERS:
             add(ROWS, PLAIN)
+            add(gate, PLAIN)
             add(ADAPTED_EXPERTS, experts)
         else:
             add(NODES["experts"])

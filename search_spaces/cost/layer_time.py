@@ -18,11 +18,11 @@ from shardwright.search_spaces.cost.attention_time import attention_time
 from shardwright.search_spaces.cost.compute import (
     ADAPTER_GRADIENT_SHARE,
     HEAD_CHAIN_SHARE,
-    KERNEL_PRODUCT_SHARE,
     TORCH_ADAPTER_SHARE,
     Rates,
 )
-from shardwright.search_spaces.cost.formats import dequantised_bytes
+from shardwright.search_spaces.cost.family import eager_gate, gate_cost, residual_moves
+from shardwright.search_spaces.cost.formats import dequantised_bytes, expert_bytes
 from shardwright.search_spaces.cost.fusion import FusedProviders, kernel_cost
 from shardwright.search_spaces.cost.launches import launches_of
 from shardwright.search_spaces.cost.plans import Array, Plans, per_value
@@ -49,8 +49,8 @@ forward and backward): gather, back, weighting, sum; in backward also the weight
 EAGER_TOKEN_PASSES = (1, 2)
 """The same of [T, H]: sums over a token's experts, and the gradients they come from."""
 
-EAGER_GATE_PASSES = (5, 13)
-"""The same of [R, I]: SiLU and product; in backward the halves' gradients are put side by side."""
+HALVES_PASSES = (0, 4)
+"""The same of [R, I] beside the gate's own (``family.eager_gate``): its halves' gradients are put side by side."""
 
 BEHIND_ATTENTION = ("adapters", "experts", "expert_rows", "dequantise")
 """Terms of a layer that an adapter on its experts needs in backward."""
@@ -161,7 +161,8 @@ def _norm_costs(work: Workload, fused: FusedProviders, tokens: int) -> list[tupl
 
 
 def _elementwise(work: Workload, layer: LayerWork, rates: Rates, fused: FusedProviders, tokens: Array) -> Pair:
-    """Residual adds outside fused norms (3·b·H each), rotary passes over q and k, SwiGLU of a dense MLP."""
+    """Residual adds outside fused norms (3·b·H each), or attention residuals; rotary passes over q and k; the gate of a
+    dense MLP."""
     b = work.base_bytes
     adds = 2 - fused.norms(work.profile.shape.num_layers)["add_rms_norm"]
     residual = adds * 3 * b * work.hidden
@@ -169,18 +170,23 @@ def _elementwise(work: Workload, layer: LayerWork, rates: Rates, fused: FusedPro
     turns = QK_KERNEL_PASSES if fused.kernel("qk_norm_rope") else ROTARY_PASSES
     if _turned_by_norms(work, fused):
         turns = LAYOUT_PASSES
-    swiglu = np.zeros((2, *tokens.shape))
+    gate = np.zeros((2, *tokens.shape))
     if layer.mlp_width:
 
         def moved(count: int) -> tuple[float, ...]:
-            cost = fused.cost("swiglu", {"T": count, "I": layer.mlp_width}, work.dtype)
+            cost = gate_cost(work, fused, count, layer.mlp_width)
             return tuple(float(one.bytes_read + one.bytes_written) for one in _passes(cost))
 
-        swiglu = per_value(tokens, moved)
-    return (
-        rates.traffic_s(tokens * (residual + turns[0] * rotary) + swiglu[0]),
-        rates.traffic_s(tokens * (residual + turns[1] * rotary) + swiglu[1]),
-    )
+        gate = per_value(tokens, moved)
+    mixed, kernels = residual_moves(work, layer, fused)
+    residual = 0.0 if kernels[0] else residual
+
+    def one(at: int) -> Array:
+        return np.asarray(
+            rates.traffic_s(tokens * (residual + turns[at] * rotary) + gate[at]) + rates.chain_s(tokens * mixed[at])
+        )
+
+    return one(0), one(1)
 
 
 def _adapters(
@@ -215,16 +221,22 @@ def _adapters(
 
 
 def _experts(work: Workload, layer: LayerWork, plans: Plans, rates: Rates, fused: FusedProviders, rows: Array) -> Pair:
-    """6·R·H·I/t_x flops over local experts; bytes: local weights once a chunk and rows b·(2·H + 3·I/t_x)."""
+    """6·R·H·I/t_x flops over local experts; bytes: local weights once a chunk, packed ones as they are stored where no
+    copy is decoded, and rows b·(2·H + 3·I/t_x)."""
     shape, b = work.profile.shape, work.base_bytes
     local = np.maximum(shape.num_experts // plans.ep, 1)
     flops = 2.0 * rows * layer.expert_parameters / shape.num_experts / plans.expert_tp
     touched = np.minimum(1.0, rows / plans.chunks / local) * layer.expert_parameters / (plans.ep * plans.expert_tp)
     width = 2 * work.row_width + 3 * shape.expert_intermediate_size / plans.expert_tp
-    moved = b * (plans.chunks * touched + rows * width)
-    library = fused.provider("experts") in PROVIDERS
-    share = 1.0 if library else KERNEL_PRODUCT_SHARE
-    once = rates.grouped_s(flops / share, moved, rows / plans.chunks / local, library=library)
+    moved, each = b * (plans.chunks * touched + rows * width), rows / plans.chunks / local
+    if fused.provider("experts") in PROVIDERS:
+        once = rates.grouped_s(flops, moved, each, library=True)
+        return once, once
+    once = rates.tiled_s(flops, moved, each)
+    decoded = (plans.format > 0) & (dequantised_bytes(work, layer, plans, rows) == 0)
+    if np.any(decoded):
+        packed = plans.chunks * touched * expert_bytes(work, plans) + b * rows * width
+        once = np.where(decoded, rates.decoded_s(flops, packed, each), once)
     return once, once
 
 
@@ -241,6 +253,7 @@ def _expert_rows(work: Workload, rates: Rates, fused: FusedProviders, rows: Arra
 
     def chain(at: int) -> Array:
         wide = EAGER_ROW_PASSES[at] * rows + EAGER_TOKEN_PASSES[at] * tokens
-        return np.asarray(rates.chain_s(b * (work.row_width * wide + EAGER_GATE_PASSES[at] * inner * rows)))
+        gate = eager_gate(work.profile.model_type, work.dtype)[0][at] + b * HALVES_PASSES[at]
+        return np.asarray(rates.chain_s(b * work.row_width * wide + gate * inner * rows))
 
     return chain(0), chain(1)

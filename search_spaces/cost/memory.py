@@ -9,22 +9,22 @@ import numpy as np
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.cost import MemoryComponent, MemoryReport
 from shardwright.search_spaces.cost.fusion import FusedProviders
+from shardwright.search_spaces.cost.holes import hole_bytes
 from shardwright.search_spaces.cost.memory_activations import add_activations, add_dispatch, add_loss
 from shardwright.search_spaces.cost.memory_terms import ALL, Stage, Term, Terms
 from shardwright.search_spaces.cost.memory_weights import add_first_gather, add_gathers, add_static
 from shardwright.search_spaces.cost.plans import Array, Flags, Plans
 from shardwright.search_spaces.cost.workload import Workload
 
-ALLOCATOR_SLACK = 0.05
-"""Reserved over allocated memory, less one, of an allocator with blocks of fixed size: published pairs on B200 give
-0.040 and 0.056."""
+UNSEEN_SHARE = 0.02
+"""Reserved beyond the peak and the holes between tensors, over the peak: for what the passages leave out (gradients and
+moments, small tensors, rows that vary from step to step); assumed."""
 
-EXPANDABLE_SLACK = 0.02
-"""The same where its segments grow, as the runtime asks of CUDA's (``runtime/launch/allocator.py``): holes are whole
-pages of 20 MiB that nothing later fits into; assumed."""
+HOST_SLACK = 0.05
+"""Resident beyond allocated memory of a process on a CPU, over the peak; assumed."""
 
-EXPANDABLE = ("cuda",)
-"""Types of devices whose allocator does that."""
+GROWING = ("cuda",)
+"""Types of devices whose allocator's segments grow, as the runtime asks of it (``runtime/launch/allocator.py``)."""
 
 CUDA_CONTEXT_BYTES = 750_000_000
 """Context and libraries on an accelerator, outside the allocator; assumed, 0.5–1 GiB."""
@@ -84,31 +84,36 @@ def memory_of(work: Workload, cluster: ClusterSpec, plans: Plans, fused: FusedPr
         terms = Terms(plans)
         stage = Stage.of(work, plans, end)
         add_static(terms, work, cluster, plans, stage)
-        add_gathers(terms, work, cluster, plans, stage)
-        add_activations(terms, work, cluster, plans, stage, fused)
+        free = add_gathers(terms, work, cluster, plans, stage)
+        add_activations(terms, work, cluster, plans, stage, fused, free)
         add_dispatch(terms, work, plans, fused)
         add_loss(terms, work, plans, stage, fused)
         add_first_gather(terms, work, plans, stage)
+        beyond = holes_of(work, plans, fused, cluster.device.type)
+        terms.add("allocator_holes", beyond, (), "between tensors: two steps run on a model of the allocator")
         reserves.append(_reserve(terms, work, cluster, plans))
         moments.append(terms.by_moment())
         stages.append(tuple(terms.found))
     peaks = np.stack([one.max(axis=0) for one in moments])
     fullest = peaks.argmax(axis=0)
     peak = peaks.max(axis=0)
-    outside = 0.0 if cluster.device.type == "cpu" else reserves[0]
+    on_host = cluster.device.type == "cpu"
+    outside, slack = 0.0 if on_host else reserves[0], HOST_SLACK if on_host else UNSEEN_SHARE
     return Memory(
         stages=tuple(stages),
         stage=fullest,
         by_moment=np.where(fullest == 0, moments[0], moments[-1]),
         peak=peak,
-        reserved=np.ceil(peak * (1 + allocator_slack(cluster.device.type))) + outside,
+        reserved=np.ceil(peak * (1 + slack)) + beyond + outside,
         budget=cluster.device.usable_memory_bytes,
     )
 
 
-def allocator_slack(device_type: str) -> float:
-    """Reserved over allocated memory, less one."""
-    return EXPANDABLE_SLACK if device_type in EXPANDABLE else ALLOCATOR_SLACK
+def holes_of(work: Workload, plans: Plans, fused: FusedProviders, device_type: str) -> Array:
+    """What the device's allocator holds between tensors; nothing on a CPU, which has no such allocator."""
+    if device_type == "cpu":
+        return np.zeros(len(plans))
+    return np.ceil(hole_bytes(work, plans, fused, device_type in GROWING))
 
 
 def _reserve(terms: Terms, work: Workload, cluster: ClusterSpec, plans: Plans) -> Array:

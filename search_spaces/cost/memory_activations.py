@@ -64,9 +64,19 @@ def _unreached(work: Workload, layer: LayerWork, plans: Plans, fused: FusedProvi
 
 
 def add_activations(
-    terms: Terms, work: Workload, cluster: ClusterSpec, plans: Plans, stage: Stage, fused: FusedProviders
+    terms: Terms,
+    work: Workload,
+    cluster: ClusterSpec,
+    plans: Plans,
+    stage: Stage,
+    fused: FusedProviders,
+    free: Array | float = 0.0,
 ) -> None:
-    """What is kept for backward, the recomputed layer, and temporaries of both passes."""
+    """What is kept for backward, the recomputed layer, and temporaries of both passes.
+
+    Args:
+        free: bytes of gathered weights that are let go before the temporaries of backward are there.
+    """
     tokens = plans.tokens(work.recipe.batch.sequence_tokens)
     rows = rows_of(work, plans, tokens, MEMORY_QUANTILE)
     saved = saved_activation_bytes(work, plans, fused) * stage.layers * stage.in_flight
@@ -95,16 +105,18 @@ def add_activations(
     together = np.zeros(len(plans))
     for layer, again in zip(work.layers, plans.recomputed, strict=True):
         kept = kept_bytes(work, layer, plans, fused, tokens)
-        own = activations.backward_workspace_bytes(work, layer, tokens, rows, fused, kept, plans.expert_tp)
+        own = activations.backward_workspace_bytes(work, layer, tokens, rows, fused, kept, plans.expert_tp, again > 0)
         repeated = activations.recomputing_workspace_bytes(work, layer, fused, tokens, kept)
         together = np.maximum(together, np.where(again > 0, kept + np.maximum(own, repeated), own))
-    backward = np.maximum(together - recomputed, 0.0)
+    backward = np.maximum(together - recomputed - free, 0.0)
     terms.add("forward_workspace", forward, ("forward_peak",), "T·b·(H + I_dense) + 2·R·b·H, or attention's own")
-    formula = "T·b·(2·H + 2·I_dense) + R·b·(2·I + 2·H), or attention's own beyond what is free by then"
+    formula = (
+        "T·b·(2·H + 3·I_dense) + R·b·(2·I + 2·H), less where kernels overwrite, or attention's own; beyond flat weights"
+    )
     terms.add("backward_workspace", backward, ("backward_peak",), formula)
     gathered = np.where(plans.tp > 1, 2 * tokens * plans.tp * work.base_bytes * work.hidden, 0.0)
     terms.add("gathered_tokens", gathered, PASSES, "2·b·H·T·t: a block's input and output over the TP group")
-    shared = most(context.held_bytes(work, layer, plans, tokens) for layer in work.layers)
+    shared = most(context.held_bytes(work, layer, plans, fused, tokens) for layer in work.layers)
     terms.add("context_buffers", shared, PASSES, "keys and values of two neighbours, what is gathered, or states")
 
 
@@ -126,7 +138,7 @@ def add_dispatch(terms: Terms, work: Workload, plans: Plans, fused: FusedProvide
 
     Experts start when what was sent is let go, and what travels leaves when their temporaries are gone.
     """
-    routed = [layer for layer in work.layers if layer.routed]
+    routed = [(layer, again) for layer, again in zip(work.layers, plans.recomputed, strict=True) if layer.routed]
     if not routed:
         return
     tokens = plans.tokens(work.recipe.batch.sequence_tokens)
@@ -138,7 +150,10 @@ def add_dispatch(terms: Terms, work: Workload, plans: Plans, fused: FusedProvide
         "b·H·(T·K sent + N received + R/c_k of one chunk grouped by expert, R with padding) beyond the experts' own"
     )
     forward = activations.routed_forward_bytes(work, rows, fused)
-    backward = np.min([activations.routed_backward_bytes(work, one, rows, fused, plans.expert_tp) for one in routed], 0)
+    own = [
+        activations.routed_backward_bytes(work, one, rows, fused, plans.expert_tp, again > 0) for one, again in routed
+    ]
+    backward = np.min(own, 0)
     apart = plans.ep > 1
     terms.add("dispatch_buffers", apart * np.maximum(0.0, size - forward), ("forward_peak",), formula)
     terms.add("gradient_buffers", apart * np.maximum(0.0, size - backward), ("backward_peak",), formula)

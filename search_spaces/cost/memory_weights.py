@@ -90,11 +90,17 @@ def add_static(terms: Terms, work: Workload, cluster: ClusterSpec, plans: Plans,
     terms.add("optimizer_temporaries", a * local * copies, ("optimizer_step",), formula, always=True)
 
 
-def add_gathers(terms: Terms, work: Workload, cluster: ClusterSpec, plans: Plans, stage: Stage) -> None:
-    """What FSDP2 gathers, in its flat and whole forms, and what is unpacked."""
+def add_gathers(terms: Terms, work: Workload, cluster: ClusterSpec, plans: Plans, stage: Stage) -> Array:
+    """What FSDP2 gathers, in its flat and whole forms, and what is unpacked.
+
+    Returns:
+        Bytes of ``gather_buffers`` that are free again while a layer's gradients are made.
+    """
     hosted = plans.offloads("frozen_experts")
     dense_in, shard_in = dense_group(plans, cluster).inner, shard_group(plans, cluster).inner
-    everything, inside, units = np.zeros(len(plans)), np.zeros(len(plans)), []
+    everything, inside = np.zeros(len(plans)), np.zeros(len(plans))
+    units: list[Array] = []
+    own: list[Array] = []
     lora, unpacked = np.zeros(len(plans)), np.zeros(len(plans))
     rows = rows_of(work, plans, plans.tokens(work.recipe.batch.sequence_tokens))
     for layer in work.layers:
@@ -102,6 +108,7 @@ def add_gathers(terms: Terms, work: Workload, cluster: ClusterSpec, plans: Plans
         fetched = expert_bytes(work, plans) * layer.expert_parameters / (plans.ep * plans.expert_tp)
         experts = np.where(hosted & (plans.expert_shards == 1), fetched, experts)
         units.append(dense + experts)
+        own.append(np.where(hosted, dense + experts, dense))
         everything = everything + (dense + experts) * layer.count * stage.layers
         inside = inside + (dense / dense_in + experts / shard_in) * layer.count * stage.layers
         adapters = np.where(plans.dense_shards > 1, layer.adapters.dense_parameters / plans.tp, 0.0)
@@ -110,7 +117,7 @@ def add_gathers(terms: Terms, work: Workload, cluster: ClusterSpec, plans: Plans
         unpacked = np.maximum(unpacked, dequantised_bytes(work, layer, plans, rows))
     root = gathered_root_bytes(work, plans, stage.root_parameters(work))
     terms.add("gathered_root", root, KEPT, "w·(embedding + head + final norm)/t: gathered once per pass")
-    peaks = gather_peaks(units, layer_order(work), plans)
+    peaks = gather_peaks(units, layer_order(work), plans, own)
     buffers = np.where(plans.reshard, peaks.backward, 0.0)
     terms.add("gather_buffers", buffers, PASSES, "U whole, and its flat form or the P units gathered behind it")
     whole = np.where(plans.reshard, 0.0, everything)
@@ -125,6 +132,7 @@ def add_gathers(terms: Terms, work: Workload, cluster: ClusterSpec, plans: Plans
     width = work.base_bytes + (4 if work.recipe.precision.reduce == "float32" else 2)
     formula = "two layers in flight: whole gradient in compute dtype and reduce dtype"
     terms.add("adapter_reduction", 2 * width * lora, ("backward_peak",), formula)
+    return np.where(plans.reshard, np.maximum(peaks.backward - peaks.working, 0.0), 0.0)
 
 
 def add_first_gather(terms: Terms, work: Workload, plans: Plans, stage: Stage) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardwright.search_spaces.cost.family import last_mix_moves
 from shardwright.search_spaces.cost.host import waits
 from shardwright.search_spaces.cost.memory_weights import adapter_shard
 from shardwright.search_spaces.cost.plans import Array, per_value
@@ -22,7 +23,7 @@ FORMULAS = {
     "dense_linears": "m·L·4·T·N_dense flops (forward and input gradient), or weights and activations moved",
     "attention": "m·L·2·S·T·n·d flops causal, backward 3× (CPU 2.5×); latent, linear and sparse by their own",
     "norms": "bytes of two norms per layer by the chosen provider",
-    "residual_and_rotary": "bytes of residual adds, rotary and dense SwiGLU",
+    "residual_and_rotary": "bytes of residual adds or mixes, rotary and the dense gate",
     "adapters": "2·r·(in + out) per token or row, backward 2×; larger of flops and bytes",
     "experts": "12·R·H·I flops plus weights and rows moved, R of the fullest rank",
     "expert_rows": "sort, gather, activation, weighting, combine: 24 + 12 passes over R·H when eager",
@@ -77,7 +78,7 @@ def layers_compute(step: Step, layers: list[LayerTime]) -> None:
 
 
 def head_and_loss(step: Step) -> None:
-    """The output projection with the loss."""
+    """The output projection with the loss; where residuals are mixed, the mix before them."""
     work = step.work
 
     def counted(tokens: int) -> tuple[float, ...]:
@@ -90,9 +91,12 @@ def head_and_loss(step: Step) -> None:
         return tuple(found)
 
     numbers = per_value(step.tokens, counted)
+    mixed, kernels = last_mix_moves(work, step.fused)
     seconds = np.zeros(len(step.plans))
-    for flops, moved, launches in (numbers[:3], numbers[3:]):
+    for at, (flops, moved, launches) in enumerate((numbers[:3], numbers[3:])):
         spent = step.rates.gemm_s(flops, 0.0 * flops, step.tokens) + step.rates.traffic_s(moved)
+        spent = spent + step.rates.chain_s(mixed[at] * step.tokens)
+        launches = launches + kernels[at]
         step.launching_s = step.launching_s + step.m * step.wait_s(spent, launches)
         seconds = seconds + spent
     step.add("head_and_loss", step.m * seconds, "compute", "4·T·H·V flops and the logits' passes through memory")

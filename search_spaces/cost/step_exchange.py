@@ -70,7 +70,12 @@ def weight_gathers(step: Step, layers: list[LayerTime]) -> None:
 
 
 def gather_s(step: Step, dense: Array, experts: Array, dense_ranks: Group, expert_ranks: Group) -> Array:
-    return np.asarray(step.network.all_gather_s(dense, dense_ranks) + step.network.all_gather_s(experts, expert_ranks))
+    """Of a layer's two units, each rank's part copied into the flat buffer first."""
+    seconds = np.zeros(len(step.plans))
+    for size, ranks in ((dense, dense_ranks), (experts, expert_ranks)):
+        own = step.rates.gather_input_s(size, ranks.size)
+        seconds = seconds + own + step.network.all_gather_s(size, ranks)
+    return np.asarray(seconds)
 
 
 def expert_exchanges(step: Step, layers: list[LayerTime]) -> None:
@@ -120,28 +125,30 @@ def shared_share(work: Workload, layer: LayerWork) -> float:
 
 
 def adapter_gradients(step: Step) -> None:
-    """Reduce-scatter per layer and micro-batch; all-reduce over replicas once."""
+    """Reduce-scatter per layer and micro-batch, of gradients copied into a flat buffer; all-reduce over replicas once.
+
+    What runs beside computation delays it as a gather does.
+    """
     plans, work = step.plans, step.work
     width = 4 if work.recipe.precision.reduce == "float32" else 2
     dense, shard = dense_group(plans, step.cluster), shard_group(plans, step.cluster)
     seconds = np.zeros(len(plans))
     for layer in work.layers:
-        one = gather_s(
-            step,
-            width * layer.adapters.dense_parameters / plans.tp,
-            width * layer.adapters.expert_parameters / (plans.ep * plans.expert_tp),
-            dense,
-            shard,
+        sizes = (
+            (width * layer.adapters.dense_parameters / plans.tp, dense),
+            (width * layer.adapters.expert_parameters / (plans.ep * plans.expert_tp), shard),
         )
-        seconds = seconds + layer.count * step.stage * one
+        for size, ranks in sizes:
+            copied = np.where(ranks.size > 1, step.rates.traffic_s(2 * size), 0.0)
+            one = step.network.all_gather_s(size, ranks) + copied
+            seconds = seconds + layer.count * step.stage * one
     seconds = seconds * step.m
     local = adapter_shard(work, plans, step.stage)
     seconds = seconds + step.network.all_reduce_s(width * local, replica_group(plans, step.cluster))
-    overlapped = step.cluster.backend == "nccl"
-    step.add(
-        "adapter_gradients",
-        seconds,
-        "hidden_communication" if overlapped else "exposed_communication",
-        "reduce-scatter of each layer's adapter gradients" + (", behind backward" if overlapped else ""),
-        step.network.origin("reduce_scatter"),
-    )
+    formula, origin = "reduce-scatter of each layer's adapter gradients", step.network.origin("reduce_scatter")
+    if step.cluster.backend != "nccl":
+        step.add("adapter_gradients", seconds, "exposed_communication", formula, origin)
+        return
+    delay = (step.rates.slowdown - 1) * seconds
+    step.add("adapter_gradients", delay, "exposed_communication", f"{formula}: what is computed is delayed", origin)
+    step.add("adapter_gradients_hidden", seconds, "hidden_communication", f"{formula}: behind backward", origin)

@@ -7,8 +7,8 @@ d head dim, b bytes per computed value, r LoRA rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 from shardwright.kernels.guards import BYTES
 from shardwright.schemas.lora import LoraTarget
@@ -88,6 +88,8 @@ class Workload:
     adapter_bytes: int
     loads: Loads = ()
     """Measured share of rows by MoE layer and expert; empty: a stated prior."""
+    known: dict[Hashable, float] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What was computed of this model once, for all plans."""
 
     @property
     def hidden(self) -> int:
@@ -140,14 +142,6 @@ class Workload:
     def latent(self, layer: LayerWork) -> bool:
         """Whether the layer's attention compresses keys and values."""
         return layer.kind.attention in ("mla", "dsa") and self.profile.shape.kv_lora_rank > 0
-
-    def inner_width(self, layer: LayerWork) -> int:
-        """Width of what the output projection reads."""
-        if layer.kind.attention == "linear":
-            return self.linear_width
-        if self.latent(layer):
-            return self.profile.shape.num_attention_heads * self.profile.shape.v_head_dim
-        return self.query_width
 
 
 def workload(profile: CheckpointProfile, recipe: Recipe, targets: Sequence[LoraTarget], loads: Loads = ()) -> Workload:

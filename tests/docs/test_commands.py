@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import typer.main
 
+from shardwright.workflows.cli.examples import EXAMPLES
 from shardwright.workflows.cli.main import app
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,12 @@ def test_a_page_shows_only_what_the_program_knows(page: Path) -> None:
     assert wrong == []
 
 
+def test_the_examples_of_the_help_are_commands_that_the_program_knows() -> None:
+    for line in EXAMPLES.values():
+        for words in commands(f"```bash\n{line}\n```\n"):
+            assert wrong_with(words) == "", line
+
+
 def test_the_pages_show_commands_and_a_wrong_one_is_found() -> None:
     assert sum(len(commands(page.read_text())) for page in PAGES) > 30
     (one, two, three) = commands(
@@ -61,3 +68,12 @@ def test_the_pages_show_commands_and_a_wrong_one_is_found() -> None:
     assert wrong_with(one) == "no option --tirals"
     assert wrong_with(two) == "no verb 'plam'"
     assert wrong_with(three) == ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_makes_can_be_made(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    asked = re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(asked) <= targets
+    examples = re.findall(r"make adapt EXAMPLE=([\w-]+)", page.read_text(encoding="utf-8"))
+    assert all((ROOT / "examples" / name / "build.py").is_file() for name in examples)

@@ -65,6 +65,12 @@ def test_the_reference_is_current(name: str) -> None:
     assert found == wanted, "run `python docs/generate_reference.py`"
 
 
+def test_the_readmes_measurements_are_those_of_the_results() -> None:
+    text = generator().README.read_text(encoding="utf-8")
+    assert text == generator().readme(), "run `python docs/generate_reference.py`"
+    assert text.count("| ×") == len(generator().MEASURED)
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     broken = []
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -95,3 +96,36 @@ def test_the_hash_follows_every_source(tmp_path: Path, monkeypatch: pytest.Monke
 def test_costs_and_cases_may_change_without_a_new_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {p.name for p in registry.sources("rms_norm")}
     assert not names & {"cost.py", "cases.py"}
+
+
+def test_tuned_choices_of_what_an_operator_runs_are_in_its_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own and those of folders that it borrows; a borrowed file brings no choices, another operator's none."""
+    room = tmp_path / "kernels"
+    shutil.copytree(registry.ROOM, room, ignore=shutil.ignore_patterns("__pycache__", "tuned"))
+    monkeypatch.setattr(registry, "ROOM", room)
+    names = ("permute", "moe_layer", "router", "short_conv")
+    before = {name: source_sha256(name) for name in names}
+    assert before == {name: registry.code_sha256(name) for name in names}
+
+    def entry(op: str) -> dict[str, object]:
+        return {"op": op, "kernel": "metadata", "bucket": "T=16", "choice": {"warps": 4}}
+
+    (room / "tuned").mkdir()
+    (room / "tuned" / "gpu.json").write_text(json.dumps({"entries": [entry("permute"), entry("kda")]}))
+    (line,) = registry.launch_choices("moe_layer")
+    assert json.loads(line) == ["gpu", "permute", "metadata", "T=16", {"warps": 4}]
+    assert registry.launch_choices("permute") == (line,)
+    assert registry.launch_choices("router") == registry.launch_choices("short_conv") == ()
+    assert {name for name in names if source_sha256(name) != before[name]} == {"permute", "moe_layer"}
+    both = source_sha256("moe_layer")
+    (room / "tuned" / "gpu.json").write_text(
+        json.dumps({"entries": [entry("grouped_lora_mlp"), entry("permute"), entry("moe_layer")]})
+    )
+    assert [json.loads(line)[1] for line in registry.launch_choices("moe_layer")] == [
+        "grouped_lora_mlp",
+        "moe_layer",
+        "permute",
+    ]
+    assert source_sha256("moe_layer") not in (both, before["moe_layer"])

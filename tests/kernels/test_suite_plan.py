@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton", reason="suites name triton's kernels")
 
 from shardwright.kernels import suite, suite_calls
-from shardwright.kernels.bench import CEILING_BYTES_PER_S
+from shardwright.kernels.floors import CEILING_BYTES_PER_S
 from shardwright.kernels.suite_calls import RECORDS, Call, Outcome, Records, TimedPass, Tools, passes_of
 from shardwright.kernels.suite_plan import EXPERTS, LIMIT_S, PLANS, SuiteStep, plan_of
 from shardwright.kernels.verify import VerifyResult

@@ -17,8 +17,9 @@ pytest.importorskip("triton", reason="suites name triton kernels")
 
 from shardwright.kernels import suite as command
 from shardwright.kernels import verify_jobs
-from shardwright.kernels.bench import Ceilings, floor_of, keep_line
+from shardwright.kernels.bench import keep_line
 from shardwright.kernels.cases import OpSuite
+from shardwright.kernels.floors import Ceilings, floor_of
 from shardwright.kernels.registry import operator
 from shardwright.kernels.suite import bench_table, main, verify_table
 from shardwright.kernels.verify import VerifyResult, poisoned_memory, verify_case, verify_repeats

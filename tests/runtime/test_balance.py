@@ -21,6 +21,8 @@ from shardwright.runtime.experts.auxiliary import (
     strength,
 )
 from shardwright.runtime.experts.balance import LoadMeter
+from shardwright.runtime.lora.linear import LoraLinear
+from shardwright.runtime.lora.router import adapt_router
 from shardwright.schemas.errors import LegalityError, RecipeError
 from shardwright.schemas.recipe import BalanceSpec
 
@@ -124,6 +126,58 @@ def test_the_gradient_is_that_of_the_added_loss(spec: dict[str, str]) -> None:
     assert float(wanted.abs().max()) > 1e-4
     torch.testing.assert_close(found[1] - found[0], wanted, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(found[2] - found[0], 2 * wanted, rtol=1e-3, atol=1e-5)
+
+
+class Gate(nn.Module):
+    """A router that is no linear, with the bias that some have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6), requires_grad=False)
+        self.bias = nn.Parameter(torch.tensor([1.0, 0.0, -1.0, 0.5]), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("kind", ["linear", "module"])
+def test_an_adapted_router_learns_from_the_loss(kind: str) -> None:
+    """Its scores are those of matrix, bias and adapter together; nothing else trains. Against autograd."""
+    x = torch.randn(10, 6, generator=torch.Generator().manual_seed(4))
+    block = Block().requires_grad_(False)
+    if kind == "linear":
+        block.gate = LoraLinear(block.gate, 2, 0.5, 0.0, torch.float32)
+    else:
+        block.gate = Gate()
+        adapt_router(block.gate, "gate", 2, 0.5, torch.float32)
+    gate: Any = block.gate
+    for value in (gate.lora_a, gate.lora_b):
+        nn.init.normal_(value)
+    Balancer(block, ["experts"], BalanceSpec(auxiliary="1"), LoadMeter(), share=1.0, sequence_tokens=5)
+    block(x).sum().backward()
+    hidden = block.before(x)
+    a, b = gate.lora_a.detach().requires_grad_(), gate.lora_b.detach().requires_grad_()
+    merged = gate.weight + 0.5 * b @ a
+    P = torch.nn.functional.linear(hidden, merged, gate.bias).softmax(-1)
+    f = torch.nn.functional.one_hot(P.topk(2).indices, 4).float().sum(1).mean(0) / 2
+    wanted = torch.autograd.grad(4 * (f * P.mean(0)).sum(), (a, b))
+    assert all(float(value.abs().max()) > 1e-4 for value in wanted)
+    torch.testing.assert_close((gate.lora_a.grad, gate.lora_b.grad), wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_a_run_balances_by_its_adapted_routers(tiny: Any, make_job: Any, strategy: Any, single_rank: Any) -> None:
+    """The run's own check compares its gradient norm with the plain model's, whose routers are merged."""
+    recipe = {
+        "lora": {"targets": ["attention", "router"], "allow_router": True},
+        "schedule": {"steps": 2},
+        "optimizer": {"max_grad_norm": "0"},
+    }
+    norms = []
+    for coefficient in ("0", "50"):
+        job = make_job(tiny, strategy(), recipe={**recipe, "balance": {"auxiliary": coefficient}})
+        assert single_rank(job) == 0
+        norms.append(job.record.steps[0].grad_norm)
+    assert norms[1] > 1.5 * norms[0]
 
 
 def test_a_router_that_nothing_reaches_is_refused(tiny: Any) -> None:

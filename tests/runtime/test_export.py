@@ -19,13 +19,16 @@ from safetensors.torch import load_file, save_file
 from shardwright.runtime import record
 from shardwright.runtime.checks import export as export_check
 from shardwright.runtime.checks.export import check_adapter
+from shardwright.runtime.export.merged import export_merged
 from shardwright.runtime.export.peft import export_adapter
+from shardwright.runtime.export.per_expert import export_per_expert
 from shardwright.runtime.files import open_files
 from shardwright.runtime.generate import generate
 from shardwright.runtime.reference import load_plain
 from shardwright.runtime.state import latest, read_adapters
 from shardwright.schemas.canonical import sha256_file
 from shardwright.schemas.errors import CheckFailed, RunError
+from shardwright.schemas.run import CheckResult
 
 LAYER = "base_model.model.model.layers.1.mlp.experts"
 
@@ -153,6 +156,27 @@ def test_export_of_an_unfinished_run_is_refused(copy: Path, trained: Any) -> Non
     shutil.rmtree(copy / "adapter")
     with pytest.raises(RunError, match="no-adapter"):
         check_adapter(copy, trained.example.checkpoint)
+
+
+def test_no_form_of_a_run_whose_checks_failed_is_exported(copy: Path, trained: Any) -> None:
+    """The adapter is made again where only its own proof failed; the weights of a failed step go nowhere."""
+    checkpoint = trained.example.checkpoint
+    rewrite(copy, lambda tensors: {name + ".x": value for name, value in tensors.items()})
+    with pytest.raises(CheckFailed, match="adapter-values"):
+        check_adapter(copy, checkpoint)
+    assert record.read(copy).status == "exported"
+    for export in (export_merged, export_per_expert):
+        with pytest.raises(CheckFailed, match="export/adapter-values"):
+            export(copy, checkpoint)
+    assert not (copy / "merged").exists()
+    export_adapter(copy, checkpoint)
+    check_adapter(copy, checkpoint)
+    export_merged(copy, checkpoint)
+    step = CheckResult(stage="step", name="replicas-agree", passed=False, evidence="different: x")
+    record.update(copy, checks=record.with_checks(record.read(copy), [step]))
+    for export in (export_adapter, export_merged, export_per_expert):
+        with pytest.raises(CheckFailed, match="step/replicas-agree"):
+            export(copy, checkpoint)
 
 
 def test_generate_answers_with_and_without_the_adapter(trained: Any) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from shardwright.kernels.registry import source_sha256
 from shardwright.kernels.rms_norm.reference import rms_norm_reference
-from shardwright.runtime.checks.fusions import furthest
+from shardwright.runtime.batch import IGNORE
+from shardwright.runtime.checks.fusions import furthest, shortened, tokens_that_fit
 from shardwright.runtime.fuse import OPERATOR_FORWARDS
 from shardwright.schemas.fusion import FusionDecision
 
@@ -89,3 +90,62 @@ def test_a_run_whose_fused_norm_loses_its_gradient_ends_before_the_first_step(
     (check,) = [one for one in job.record.checks if one.name == "fusions-equal"]
     assert check.passed is not wrong and (code == 0) is not wrong
     assert not wrong or ("furthest apart" in check.evidence and job.record.status == "failed" and not job.losses)
+
+
+def plan_of(plain: int | None, held: int = 40, budget: int = 100, cp: int = 1) -> Any:
+    return SimpleNamespace(
+        evidence=SimpleNamespace(
+            plain=None if plain is None else SimpleNamespace(reserved_bytes=plain),
+            cost=SimpleNamespace(memory=SimpleNamespace(budget_bytes=budget, by_moment={"load": held})),
+        ),
+        decision=SimpleNamespace(
+            strategy=SimpleNamespace(micro_batch_sequences=8, mesh=SimpleNamespace(cp=cp)),
+            recipe=SimpleNamespace(batch=SimpleNamespace(sequence_tokens=4096)),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (plan_of(None), None),
+        (plan_of(100), None),
+        (plan_of(160), 8192),  # half of 32,768 tokens fit beside the weights, half of that is taken
+        (plan_of(231), 4096),  # 32,768 * 60 / 191 / 2 = 5,146
+        (plan_of(10_000), 64),
+        (plan_of(10_000, cp=8), 512),
+        (plan_of(10_000, held=100), 64),
+    ],
+)
+def test_tokens_that_fit_without_fusions(plan: Any, expected: int | None) -> None:
+    assert tokens_that_fit(plan) == expected
+
+
+def test_shortened_rows_keep_whole_sequences_and_labels() -> None:
+    ids = torch.arange(4 * 16).view(4, 16)
+    assert torch.equal(shortened(ids, 32), ids[:2]) and torch.equal(shortened(ids, 8), ids[:1, :8])
+    labels = torch.full((4, 16), IGNORE)
+    labels[:, 12] = 7
+    planes = torch.stack((ids, labels, torch.arange(16).expand(4, 16)), 1)
+    assert torch.equal(shortened(planes, 14), planes[:1, :, :14])
+    begin = shortened(planes, 8)
+    assert (
+        torch.equal(begin[0, 1, :-1], ids[0, 1:8]) and begin[0, 1, -1] == IGNORE and (planes[:, 1, :8] == IGNORE).all()
+    )
+    images = torch.cat((planes, torch.full((4, 1, 16), -1)), 1)
+    assert torch.equal(shortened(images, 8), images[:1])
+
+
+def test_a_plan_that_fits_only_fused_is_compared_on_fewer_tokens(
+    tiny: Any, make_job: Any, strategy: Any, single_rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways see the same few tokens, the evidence says so, and a wrong gradient is still found."""
+    from shardwright.runtime.checks import fusions
+
+    cuts: list[int] = []
+    monkeypatch.setattr(fusions, "tokens_that_fit", lambda plan: 8)
+    monkeypatch.setattr(fusions, "shortened", lambda rows, most: (cuts.append(most), shortened(rows, most))[1])
+    test_a_run_whose_fused_norm_loses_its_gradient_ends_before_the_first_step(
+        True, tiny, make_job, strategy, single_rank, monkeypatch
+    )
+    assert len(cuts) >= 3 and set(cuts) == {8}

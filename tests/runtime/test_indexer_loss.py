@@ -5,6 +5,7 @@ What the loss is stands in ``test_fused_dsa.py``.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ class Taken:
     def take(self) -> torch.Tensor:
         return torch.tensor(0.5)
 
-    def put_on_plain(self, model: Any) -> None:
+    def put_on_plain(self, model: Any) -> SimpleNamespace:
         self.plain.append(model)
+        return SimpleNamespace(share=0.0)
 
 
 def test_each_step_tells_the_loss_and_the_reference_has_it(

@@ -15,7 +15,7 @@ from shardwright.runtime.batches import Batches
 from shardwright.runtime.checks.documents import documents_apart
 from shardwright.runtime.checks.dtypes import require_one_trainable_dtype
 from shardwright.runtime.checks.memory import memory_guard, nearest_alternative, out_of_memory
-from shardwright.runtime.checks.step import gradients_present
+from shardwright.runtime.checks.step import base_digests, gradients_present
 from shardwright.runtime.checks.triage import where_not_finite
 from shardwright.runtime.checks.watch import AGREE_EVERY, Watch, hot_experts
 from shardwright.runtime.device import Device
@@ -40,7 +40,7 @@ def metric(step: int, loss: float, seconds: float = 0.01, peak: int = 100) -> St
 def watch(step_ms: float = 10.0, peak: int = 100) -> Watch:
     cost = SimpleNamespace(time=SimpleNamespace(step_ms=step_ms), memory=SimpleNamespace(peak_bytes=peak))
     plan = SimpleNamespace(evidence=SimpleNamespace(cost=cost))
-    return Watch(SimpleNamespace(plan=plan, ranks=ONE))  # type: ignore[arg-type]
+    return Watch(SimpleNamespace(plan=plan, ranks=ONE), {})  # type: ignore[arg-type]
 
 
 def said(one: Watch, metrics: list[StepMetric]) -> list[str]:
@@ -158,6 +158,7 @@ def test_every_so_many_steps_base_and_replicas_are_compared(monkeypatch: pytest.
     one.trainer = SimpleNamespace(  # type: ignore[assignment]
         live=SimpleNamespace(model=model, parameters=owned), ranks=ONE, router_biases=dict
     )
+    one.base = base_digests(model, owned, {})  # type: ignore[arg-type]
     assert one.checks(AGREE_EVERY - 1) == ()
     assert [check.passed for check in one.checks(AGREE_EVERY)] == [True]
     adapter.data += 1
@@ -165,6 +166,7 @@ def test_every_so_many_steps_base_and_replicas_are_compared(monkeypatch: pytest.
     model.weight.data[1, 1] += 1e-3
     (found,) = one.checks(3 * AGREE_EVERY)
     assert not found.passed and "weight" in found.evidence
+    assert [check.passed for check in one.at_end()] == [False, True], "at the end of a resumed run too"
     two = SimpleNamespace(world=2, data_rank=0, sizes=Mesh(replicate=2))
     one.trainer.ranks = two  # type: ignore[assignment]
     monkeypatch.setattr(watching, "replicas_agree", lambda parameters, ranks: (len(parameters), ranks))

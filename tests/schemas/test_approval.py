@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from shardwright.schemas.approval import (
     proposals_to_decide,
     read_log,
     verify_approval,
+    verify_signature,
 )
 from shardwright.schemas.errors import ApprovalError, ExitCode
 from shardwright.schemas.plan import AdaptationPlan, Question
@@ -93,3 +96,26 @@ def test_log_is_chained_and_tampering_is_seen(plan: AdaptationPlan, tmp_path: Pa
 def test_no_verdict_needs_approval(plan: AdaptationPlan, tmp_path: Path) -> None:
     with pytest.raises(ApprovalError, match="needs-approval"):
         find_approval(tmp_path / "none.jsonl", plan)
+
+
+def test_a_signature_is_the_hmac_of_the_hash_under_the_reviewers_key(plan: AdaptationPlan) -> None:
+    signed = approve(plan, key=b"reviewers")
+    assert signed.hmac_sha256 == hmac.new(b"reviewers", signed.sha256.encode(), hashlib.sha256).hexdigest()
+    assert signed.sha256 == approve(plan).sha256
+    verify_approval(plan, signed)
+    verify_signature(signed, b"reviewers")
+    with pytest.raises(ApprovalError) as caught:
+        verify_signature(signed, b"others")
+    assert caught.value.code == "approval/wrong-signature"
+    with pytest.raises(ApprovalError) as caught:
+        verify_signature(approve(plan), b"reviewers")
+    assert caught.value.code == "approval/unsigned"
+
+
+def test_an_unreadable_line_of_the_log_is_named_by_its_number(plan: AdaptationPlan, tmp_path: Path) -> None:
+    log = tmp_path / "approvals.jsonl"
+    append_to_log(log, approve(plan))
+    log.write_bytes(log.read_bytes() + b"{\n")
+    with pytest.raises(ApprovalError) as caught:
+        read_log(log)
+    assert caught.value.code == "approval/unreadable" and caught.value.where == f"{log}:2"

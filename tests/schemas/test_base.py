@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from shardwright.schemas.base import DecimalText, snake
+from shardwright.schemas.base import DecimalText, Model, added, snake
 from shardwright.schemas.recipe import DataSpec, LoraSpec, Recipe
 
 adapter: TypeAdapter[str] = TypeAdapter(DecimalText)
@@ -45,3 +45,22 @@ def test_unknown_keys_and_changes_are_refused() -> None:
 
 def test_snake() -> None:
     assert snake("AdaptationPlan") == "adaptation_plan"
+
+
+class Inner(Model):
+    old: int = 1
+    new: int = added(0)
+
+
+class Outer(Model):
+    table: dict[str, Inner]
+    row: tuple[Inner, ...] = ()
+
+
+@pytest.mark.parametrize(("value", "written"), [(0, {"old": 1}), (2, {"old": 1, "new": 2})])
+def test_a_field_that_joined_is_written_only_off_its_default(value: int, written: dict[str, int]) -> None:
+    """So a file of before is written again byte for byte."""
+    assert Inner(new=value).model_dump(mode="json") == written
+    whole = {"old": 1, "new": value}
+    outer = Outer(table={"a": Inner(new=value)}, row=(Inner(new=value),))
+    assert outer.whole() == {"table": {"a": whole}, "row": [whole]}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.schemas.canonical import canonical_bytes, pretty_bytes, round_significant, sha256_of
+from shardwright.schemas.canonical import canonical_bytes, pretty_bytes, round_significant, sha256_file, sha256_of
 from shardwright.schemas.errors import PlanError
 
 json_values = st.recursive(
@@ -53,3 +54,15 @@ def test_decision_bytes_refuse_binary_floats_and_name_the_field() -> None:
         canonical_bytes({"recipe": {"rate": 0.1}}, floats=False)
     assert caught.value.code == "plan/decision-float"
     assert caught.value.where == "$.recipe.rate"
+
+
+def test_pretty_bytes_are_sorted_indented_and_as_written() -> None:
+    assert pretty_bytes({"b": [1.23456789], "a": "é"}) == '{\n  "a": "é",\n  "b": [\n    1.23457\n  ]\n}\n'.encode()
+
+
+@pytest.mark.parametrize("size", [0, 3, (1 << 22) + 1])
+def test_a_files_hash_is_that_of_all_its_bytes(tmp_path: Path, size: int) -> None:
+    """A piece of reading is 4 MiB: the last size takes two."""
+    data = bytes(i % 251 for i in range(997)) * (size // 997 + 1)
+    (tmp_path / "file").write_bytes(data[:size])
+    assert sha256_file(tmp_path / "file") == hashlib.sha256(data[:size]).hexdigest()

@@ -11,7 +11,15 @@ from shardwright.schemas.cluster import Calibration, CurvePoint
 from shardwright.schemas.errors import ClusterError
 from shardwright.schemas.ops import OpCost, PassCost
 from shardwright.search_spaces.catalogue import load_cluster
-from shardwright.search_spaces.cost.compute import CHAIN_SHARE, HEAD_CHAIN_SHARE, Rates, op_time_ms, without_call
+from shardwright.search_spaces.cost.compute import (
+    CHAIN_SHARE,
+    DECODED_SHARE,
+    HEAD_CHAIN_SHARE,
+    Rates,
+    op_time_ms,
+    rounded_up,
+    without_call,
+)
 from shardwright.search_spaces.providers import loss_bytes, provider_cost
 
 H200 = load_cluster("h200-1").device
@@ -213,3 +221,75 @@ def test_uneven_groups_take_at_least_what_their_fit_says() -> None:
     rates = Rates(H200, "bfloat16", curve)
     assert 1e3 * rates.grouped_s(flops, moved, 512.0, library=True) == pytest.approx(1.37, rel=0.06)
     assert rates.grouped_s(flops, moved, 512.0) == pytest.approx(flops / 690e12)
+
+
+def ours_ms(case: str, passes: str) -> float:
+    """Time of our kernel in that case, the newest."""
+    lines = [
+        line for path in sorted(RESULTS.glob("kernels-nvidia-h200-*.jsonl")) for line in path.read_text().split("\n")
+    ]
+    found = [BenchLine.model_validate_json(line) for line in lines if line]
+    return [one.ours or 0.0 for one in found if (one.case, one.passes) == (case, passes)][-1]
+
+
+BEST = Calibration(
+    device="x",
+    versions={},
+    grouped_gemm_flops={"bfloat16": (CurvePoint(size=32, rate=74e12), CurvePoint(size=2048, rate=689e12))},
+    sustained_flops={"bfloat16": 790e12},
+)
+"""Short calls, as the kernels' cases are timed: no limit of power."""
+
+
+@pytest.mark.parametrize(
+    ("case", "T", "K", "E", "H", "I"),
+    [
+        ("moe/128e8", 8192, 8, 128, 2048, 768),
+        ("moe/896e16", 8192, 16, 896, 2048, 2048),
+        ("moe/256e8", 8192, 8, 256, 7168, 2048),
+        ("moe/k3-ep64", 4096, 16, 14, 3584, 3072),
+    ],
+)
+def test_our_grouped_products_take_what_they_took_on_one_h200(
+    case: str, T: int, K: int, E: int, H: int, I: int
+) -> None:
+    """Forward and the input's gradient, each as one pass: within 20 %, at 146 to 4,681 rows an expert."""
+    rows = T * K
+    flops, moved = 6.0 * rows * H * I, 2.0 * (E * 3 * H * I + rows * (2 * H + 3 * I))
+    one = 1e3 * Rates(H200, "bfloat16", BEST).tiled_s(flops, moved, rows / E)
+    assert one == pytest.approx(ours_ms(case, "fwd"), rel=0.20)
+    assert 2 * one == pytest.approx(ours_ms(case, "fwd+dx"), rel=0.20)
+
+
+@pytest.mark.parametrize(("case", "T"), [("moe-mxfp4/k3-ep64-2k", 2048), ("moe-mxfp4/k3-ep64-4k", 4096)])
+def test_products_of_packed_weights_take_what_they_took_on_one_h200(case: str, T: int) -> None:
+    """Even rows there: whole tiles of 160 rows, one or two an expert; uneven ones leave half of the last empty."""
+    tiles = -(-T // 14 // 160)
+    held = 14 * tiles * 160
+    assert ours_ms(case, "fwd") == pytest.approx(1e3 * 6.0 * held * 3584 * 3072 / (DECODED_SHARE * 689e12), rel=0.16)
+    flops, rates = 6.0 * T * 3584 * 3072, Rates(H200, "bfloat16", BEST)
+    priced = rates.decoded_s(flops, 0.0, T / 14)
+    assert priced == pytest.approx(flops * rounded_up(T / 14, 160.0) / (DECODED_SHARE * 689e12))
+    stored = 14 * 3 * 3584 * 3072 * 17 / 32
+    assert rates.decoded_s(6.0 * 3584 * 3072, stored, 1 / 14) >= stored / (1.13 * rates.bandwidth)
+
+
+def test_few_rows_an_expert_cost_whole_tiles_or_their_weights() -> None:
+    """Half of the last tile is empty; an expert with any row has one; below that weights bound."""
+    assert rounded_up(1920.0, 192) == pytest.approx(10.5 / 10)
+    assert rounded_up(96.0, 192) == pytest.approx(2.0)
+    assert rounded_up(0.25, 64) == pytest.approx(64.0)
+    rates = Rates(H200, "bfloat16", BEST)
+    weights = 2.0 * 256 * 3 * 6144 * 2048
+    few, fewer = (rates.tiled_s(6.0 * 256 * rows * 6144 * 2048, weights, rows) for rows in (16.0, 1.0))
+    assert few == fewer == pytest.approx(weights / (1.13 * rates.bandwidth))
+    assert Rates(CPU, "float32").tiled_s(1e9, 1e6, 8.0) == Rates(CPU, "float32").grouped_s(1e9, 1e6, 8.0)
+    slow = BEST.model_copy(update={"sustained_flops": {"bfloat16": 345e12}})
+    many = [Rates(H200, "bfloat16", one).tiled_s(1e15, 1e9, 4096.0) for one in (BEST, slow)]
+    assert many[1] / many[0] == pytest.approx(689 / 345, rel=1e-3), "no faster than what lasts"
+
+
+def test_a_rank_copies_its_part_before_a_gather() -> None:
+    rates = Rates(H200, "bfloat16")
+    assert rates.gather_input_s(8e9, 4) == pytest.approx(2 * 2e9 / rates.bandwidth)
+    assert rates.gather_input_s(8e9, 1) == 0.0

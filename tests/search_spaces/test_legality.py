@@ -11,6 +11,7 @@ from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.profile import CheckpointProfile, Packing
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces import executable
+from shardwright.search_spaces.axes.base import exchanges, gathers
 from shardwright.search_spaces.axes.ep import uneven_shares
 from shardwright.search_spaces.context import SearchContext, divisors
 from shardwright.search_spaces.executable import runs
@@ -157,6 +158,7 @@ def test_the_batch_must_divide_over_the_ranks(build: SimpleNamespace) -> None:
     assert "global_batch_sequences = 8" in found["global-batch"].nearest_legal
     error = refuse(SearchContext(build.tiny(8), build.recipe_of(batch=12), world(build, 8)))
     assert error.code == "legality/global-batch" and error.exit_code == 6
+    assert error.what == "global-batch: 12 sequences do not divide over 8 data ranks"
     assert "global_batch_sequences = 16" in error.next_action
     assert legal_strategies(build.tiny(8), build.recipe_of(batch=12), world(build, 8)) == ()
 
@@ -224,3 +226,52 @@ def test_experts_stay_packed_in_whole_blocks_only(
 def _stored_as(stored: str, profile: CheckpointProfile) -> CheckpointProfile:
     packing = Packing(format=stored, tensors=8, stored_bytes=64, logical_parameters=64)
     return profile.model_copy(update={"packing": (packing,)})
+
+
+def test_a_mesh_that_leaves_ranks_over_says_why(build: SimpleNamespace) -> None:
+    """EP degrees that divide the world and the experts, nearest first; that ep itself does not divide is said."""
+    found = judge(build, 8, 6, Mesh(shard=1, ep=3))["mesh-covers-world"]
+    assert found.message == "replicate1·shard1·ep3 is a mesh of 3 ranks; the cluster has 8; ep 3 must divide 8"
+    assert set(found.nearest_legal) == {"shard4·ep2", "shard8·ep1"}
+    even = judge(build, 8, 8, Mesh(shard=1, ep=4))["mesh-covers-world"]
+    assert even.message == "replicate1·shard1·ep4 is a mesh of 4 ranks; the cluster has 8"
+    assert even.nearest_legal[0] == "shard2·ep4"
+
+
+def test_a_cut_plan_answers_for_its_own_batch_and_for_every_other_rule(build: SimpleNamespace) -> None:
+    """One sequence on eight ranks: whole ones do not divide; cut over all of them it is one data rank's."""
+    settings: dict[str, Any] = {"batch": 1, "tokens": 64}
+    assert "global-batch" in judge(build, 8, 8, Mesh(shard=8), **settings)
+    assert judge(build, 8, 8, Mesh(cp=8), **settings) == {}
+    assert "global-batch" in judge(build, 8, 8, Mesh(shard=4, cp=2), **settings)
+    adapted = {**settings, "targets": ("experts",), "dropout": "0.1"}
+    assert set(judge(build, 8, 8, Mesh(cp=8), **adapted)) == {"expert-dropout"}
+
+
+def test_packed_widths_that_are_whole_blocks_are_taken(build: SimpleNamespace) -> None:
+    """The file's own block counts, not the format's usual one; each width that does not fit is named."""
+
+    def refused(hidden: int, width: int, block: int) -> list[str]:
+        profile = build.tiny(4, hidden=hidden, width=width, packing="mxfp4", block=(block,))
+        found = violations(
+            profile, build.recipe_of(batch=8), world(build, 8), ParallelStrategy(mesh=Mesh(ep=4, shard=2))
+        )
+        return [one.nearest_legal[0] for one in found if one.rule == "packed-block-alignment"]
+
+    assert refused(32, 64, 32) == []
+    assert refused(48, 48, 16) == []
+    assert refused(48, 64, 32) == ["hidden_size = 64"]
+    assert refused(48, 80, 32) == ["hidden_size = 64", "expert_intermediate_size = 96"]
+
+
+@pytest.mark.parametrize(
+    ("draws", "gathered", "exchanged"),
+    [
+        ({"shard": 1, "ep": 1}, False, False),
+        ({"shard": 2, "ep": 1}, True, False),
+        ({"shard": 1, "ep": 2}, True, True),
+        ({"shard": 1, "ep": 1, "cp": 2}, True, False),
+    ],
+)
+def test_two_ranks_are_enough_to_gather_or_exchange(draws: dict[str, int], gathered: bool, exchanged: bool) -> None:
+    assert (gathers(draws), exchanges(draws)) == (gathered, exchanged)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
@@ -22,6 +22,7 @@ HOT = (0.4, 0.2, 0.2, 0.05, 0.05, 0.05, 0.03, 0.02)
     ep=st.sampled_from([2, 3, 4, 6]),
     redundant=st.integers(0, 4),
 )
+@example(weights=[1, 1, 1, 1, 1, 17], ep=3, redundant=2)  # all free ranks hold the last copy's expert: an exchange
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_every_expert_has_a_place_and_none_two_on_a_rank(weights: list[int], ep: int, redundant: int) -> None:
     weights = weights[: len(weights) // ep * ep]
@@ -56,6 +57,8 @@ def test_hot_experts_are_spread_and_copied() -> None:
         ("0,1,2", "3 places"),
         ("0,1,2,2", "3 different numbers"),
         ("0,0,1,2,3,3", "holds an expert twice"),
+        ("0,0,1,2,3,1", "holds an expert twice"),
+        ("2,3,1,0,0,1", "holds an expert twice"),
         ("0,1,2,0,3,1", None),
     ],
 )
@@ -80,3 +83,10 @@ def test_a_plan_with_places_is_legal_without_its_loads(build: SimpleNamespace) -
     assert "every-expert-has-a-place" in {one.rule for one in violations_in(context, other)}
     fewer = whole.model_copy(update={"expert_slots": whole.expert_slots + whole.expert_slots[:1]})
     assert "every-expert-has-a-place" in {one.rule for one in violations_in(context, fewer)}
+
+
+def test_places_are_named_only_where_experts_are_placed_by_loads() -> None:
+    mesh = Mesh(ep=2)
+    neighbours, balanced = ParallelStrategy(mesh=mesh), ParallelStrategy(mesh=mesh, expert_placement="balanced")
+    assert with_places(neighbours, (HOT,)) == neighbours and with_places(balanced, ()) == balanced
+    assert with_places(balanced, (HOT,)).expert_slots == ("0,3,5,7,1,2,4,6",), "0.52 and 0.48 of the rows"

@@ -42,6 +42,8 @@ SHAPES: dict[str, dict[str, int]] = {
     "shared_expert": {"T": 4096, "H": 2048, "I": 768},
     "latent_moe": {"T": 4096, "H": 7168, "L": 3584, "norms": 1},
     "attention_residual": {"T": 4096, "R": 9, "H": 7168},
+    "residual_rows": {"T": 4096, "R": 9, "H": 7168, "S": 0},
+    "situ": {"T": 4096, "I": 6144},
     "activation": {"T": 4096, "I": 768, "A": 2, "S": 4},
     "lora_linear": {"T": 4096, "H": 2048, "N": 4096, "r": 16},
 }
@@ -54,6 +56,7 @@ FURTHER: tuple[tuple[str, dict[str, int]], ...] = (
     ("mla", {**SHAPES["mla"], "causal": 0, "spelled": 1}),
     ("shared_expert", {**SHAPES["shared_expert"], "U": 1, "P": 1, "O": 1}),
     ("shared_expert", {**SHAPES["shared_expert"], "U": 2, "P": 1, "O": 1}),
+    ("residual_rows", {**SHAPES["residual_rows"], "S": 1}),
     ("activation", {**SHAPES["activation"], "A": 1, "S": 2, "wide": 1}),
     ("lora_linear", {**SHAPES["lora_linear"], "E": 8}),
 )

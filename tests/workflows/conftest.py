@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,10 +58,21 @@ class Done:
     err: str
 
 
+class Awaited(list[threading.Thread]):
+    """A node's thread that the command line would leave behind, ending its process: the tests' goes on."""
+
+    def append(self, thread: threading.Thread) -> None:
+        thread.join(120)
+        super().append(thread)
+
+
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     """Run the command line in this process, errors and exit code included."""
+    from shardwright.workflows import limits
     from shardwright.workflows.cli.main import main
+
+    monkeypatch.setattr(limits, "LEFT_BEHIND", Awaited())
 
     def run(*arguments: object) -> Done:
         monkeypatch.setattr(sys, "argv", ["shardwright", *map(str, arguments)])

@@ -13,7 +13,13 @@ from shardwright.schemas.approval import find_approval, read_log, verify_approva
 from shardwright.schemas.errors import ApprovalError, PlanError, UsageError
 from shardwright.schemas.plan import load_plan
 from shardwright.schemas.policy import Policy
-from shardwright.workflows.approvals import KEY_VARIABLE, demand_other_approver, demand_signature, record_verdict
+from shardwright.workflows.approvals import (
+    KEY_VARIABLE,
+    demand_other_approver,
+    demand_signature,
+    person,
+    record_verdict,
+)
 from shardwright.workflows.drive import drive
 from shardwright.workflows.review.session import ReviewSession
 
@@ -85,6 +91,34 @@ def test_an_author_is_not_the_only_approver(session) -> None:
         demand_other_approver(session.log, session.plan)
     record_verdict(session.log, session.plan, verdict="approve", actor="bob", actor_kind="person")
     demand_other_approver(session.log, session.plan)
+
+
+def test_an_approval_that_was_taken_back_is_none(session) -> None:
+    session.edit({"mesh.ep": "2"}, "fewer gathers")
+    record_verdict(session.log, session.plan, verdict="approve", actor="bob", actor_kind="person")
+    record_verdict(session.log, session.plan, verdict="reject", actor="bob", actor_kind="person", reason="too slow")
+    session.approve()
+    with pytest.raises(ApprovalError, match="author-approved"):
+        demand_other_approver(session.log, session.plan)
+
+
+def test_the_other_approval_is_signed_too_where_a_key_is_set(session, tmp_path, monkeypatch) -> None:
+    session.edit({"mesh.ep": "2"}, "fewer gathers")
+    record_verdict(session.log, session.plan, verdict="approve", actor="bob", actor_kind="person")
+    monkeypatch.setenv(KEY_VARIABLE, key_file(tmp_path, "key", "k" * 32))
+    record_verdict(session.log, session.plan, verdict="approve", actor="ada", actor_kind="person")
+    with pytest.raises(ApprovalError, match="author-approved"):
+        demand_other_approver(session.log, session.plan)
+    record_verdict(session.log, session.plan, verdict="approve", actor="bob", actor_kind="person")
+    demand_other_approver(session.log, session.plan)
+
+
+def test_the_environment_does_not_say_who_approves(monkeypatch) -> None:
+    """Else a variable would make an author another person."""
+    before = person()
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.setenv(name, "somebody-else")
+    assert person() == before != "somebody-else"
 
 
 def test_the_policy_can_ask_for_another_approver(tmp_path, request_of) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -20,9 +22,12 @@ from shardwright.schemas.plan import AdaptationPlan, parse_plan
 from shardwright.schemas.recipe import BatchSpec, DataSpec, LoraSpec, PrecisionSpec, Recipe
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces.catalogue import load_cluster
+from shardwright.search_spaces.context import SearchContext
+from shardwright.search_spaces.cost import evaluate, workload
+from shardwright.search_spaces.space import enumerate_plans
 from shardwright.workflows.choosing import MOST, Chosen, choose
 from shardwright.workflows.drive import drive
-from shardwright.workflows.edits import edit_axes, reject_proposal
+from shardwright.workflows.edits import choose_variant, edit_axes, reject_proposal
 from shardwright.workflows.nodes.propose import gate
 from shardwright.workflows.report.html import html_plan
 from shardwright.workflows.report.plan_content import as_rivals, compared_as_run, on_front
@@ -58,12 +63,13 @@ TURNED: Figures = {BEST: (8, 2 << 30), RIVAL: (6, 4 << 30)}
 
 def chosen_of(stages: Stages, further: tuple[ParallelStrategy, ...] = ()) -> Chosen:
     found = fakes.searched()
+    stages = replace(stages, search_fused=partial(stages.search_fused, more=further))
     inputs = SimpleNamespace(
         profile=fakes.profile(), recipe=None, cluster=fakes.cluster_spec(), targets=(fakes.target(),)
     )
     proposals = tuple(map(gate, review_plans.many(2)))
     rivals = found.alternatives
-    return choose(stages, inputs, proposals, found.best, rivals, further, found.record, found.explanation)
+    return choose(stages, inputs, proposals, found.best, rivals, found.record, found.explanation)
 
 
 @pytest.fixture
@@ -88,8 +94,9 @@ def test_a_rival_that_fused_operators_make_faster_is_chosen(plan_by, tmp_path: P
     assert lost.feasible and lost.pareto and on_front(plan), "slower and leaner, as run"
     assert lost.lost_because == "33.3% slower (2 ms): 2 ms more for gemm"
     story = " ".join(evidence.explanation)
-    assert "its best and 1 rival were priced again" in story
-    assert f"without them {BEST.text()} is the search's best, 10 ms a step beside 12 ms" in story
+    assert "priced twice. Without fused operators 2 fit, the best takes 10 ms" in story
+    assert "each with those certified for it 2 fit" in story
+    assert f"without them {BEST.text()} is the best, 10 ms a step beside 12 ms" in story
     assert f"with its own it takes 8 ms, and {RIVAL.text()} with its own 6 ms, 25.0% less." in story
     assert f"{RIVAL.text()} on 2 × CPU" in story and "A step takes 6 ms" in story
 
@@ -148,20 +155,52 @@ def test_the_search_s_rule_decides(fused: Figures, winner: ParallelStrategy, tol
     assert ("does not fit" in lost.lost_because) == (not lost.feasible)
 
 
-def test_nothing_that_fits_names_the_search_s_best() -> None:
+def test_nothing_that_fits_names_the_leanest() -> None:
     stages = stages_of(PLAIN, {BEST: (8, BUDGET + 2), RIVAL: (6, BUDGET + 1)})
     with pytest.raises(InfeasibleError, match="out-of-memory") as caught:
         chosen_of(stages)
-    assert caught.value.where == BEST.text()
+    assert caught.value.where == RIVAL.text()
 
 
-def test_one_that_fits_only_fused_is_listed_and_not_chosen() -> None:
-    other = ParallelStrategy(mesh=Mesh(shard=2), accumulation_steps=1, micro_batch_sequences=2)
-    stages = stages_of(PLAIN | {other: (9, BUDGET + 1)}, TURNED | {other: (1, 1 << 30)})
-    found = chosen_of(stages, (other,))
-    assert found.joined.strategy == RIVAL
-    (listed,) = (one for one in found.alternatives if one.strategy == other)
-    assert not listed.feasible and listed.lost_because.startswith("does not fit without fused operators: 6.00 GiB")
+ONLY_FUSED = ParallelStrategy(mesh=Mesh(shard=2), accumulation_steps=1, micro_batch_sequences=2)
+OVER = PLAIN | {ONLY_FUSED: (9, BUDGET + 1)}
+
+
+def test_one_that_fits_only_fused_is_chosen_and_says_with_which() -> None:
+    found = chosen_of(stages_of(OVER, TURNED | {ONLY_FUSED: (1, 1 << 30)}), (ONLY_FUSED,))
+    assert found.joined.strategy == ONLY_FUSED and found.joined.cost.feasible and not found.joined.eager.feasible
+    assert found.explanation[0] == (
+        "This strategy fits only with fusions: rms_norm. Without fused operators it needs 6 GiB a rank and 6 GiB are "
+        "usable; a plan without it is refused."
+    )
+    assert {one.strategy for one in found.alternatives} == {BEST, RIVAL}
+
+
+def test_where_the_search_s_best_fits_only_fused_nothing_is_said_of_a_changed_choice() -> None:
+    stages = stages_of({BEST: (10, BUDGET + 1), RIVAL: (12, BUDGET + 1)}, TURNED)
+    found = chosen_of(stages)
+    assert found.joined.strategy == RIVAL and found.explanation[0].startswith("This strategy fits only with fusions")
+    assert not any("changed the choice" in line for line in found.explanation)
+
+
+def test_a_fusion_that_the_plan_needs_is_not_turned_off(plan_by) -> None:
+    stages = stages_of(PLAIN | {RIVAL: (12, BUDGET + 1)}, TURNED)
+    plan = plan_by(stages)
+    assert plan.decision.strategy == RIVAL and plan.evidence.plain.reserved_bytes > BUDGET
+    said = "fits only with fusions: rms_norm"
+    assert said in " ".join(plan.evidence.explanation) and said in html_plan(plan)
+    fused = next(f for f in plan.decision.fusions if f.provider != "eager")
+    with pytest.raises(InfeasibleError) as caught:
+        reject_proposal(stages, plan, fused.proposal_id, reason="not here", actor="ada")
+    error = caught.value
+    assert error.code == "infeasible/fusion-needed" and error.exit_code == 7
+    assert f"turned off: {fused.proposal_id}" in error.what and "keep the fusion" in error.next_action
+    with pytest.raises(InfeasibleError) as caught:
+        choose_variant(stages, plan, fused.proposal_id, "eager", reason="not here", actor="ada")
+    assert caught.value.code == "infeasible/fusion-needed"
+    leaner = edit_axes(stages, plan, {"mesh.ep": "1", "mesh.shard": "2"}, reason="leaner", actor="ada")
+    child = reject_proposal(stages, leaner, fused.proposal_id, reason="not here", actor="ada")
+    assert child.decision.strategy == BEST and child.evidence.plain is None
 
 
 def test_a_further_mesh_can_win_and_the_search_s_best_is_kept_beside() -> None:
@@ -194,13 +233,13 @@ def test_the_work_is_bounded() -> None:
     )
     calls = []
 
-    def counted(proposals, strategy, cluster, recipe):
+    def counted(profile, recipe, cluster, strategy):
         calls.append(strategy)
-        return fakes.recertify(proposals, strategy, cluster, recipe)
+        return fakes.violations(profile, recipe, cluster, strategy)
 
     every = {one: (30.0, 2 << 30) for one in further}
-    chosen_of(stages_of(PLAIN | every, TURNED | every, recertify=counted), further)
-    assert calls == [BEST, RIVAL, *further[: MOST - 2]] and len(calls) == MOST
+    chosen_of(stages_of(PLAIN | every, TURNED | every, violations=counted), further)
+    assert calls == [BEST, *further[: MOST - 1]] and len(calls) == MOST
 
 
 @pytest.fixture(scope="module")
@@ -232,25 +271,29 @@ def test_a_published_layout_on_eight_gpus(published: ModuleType, tmp_path: Path)
     inputs = SimpleNamespace(profile=profile, recipe=recipe, cluster=cluster, targets=targets)
 
     def chosen() -> Chosen:
-        rest = (found.alternatives, found.contenders, found.record, found.explanation)
+        rest = (found.alternatives, found.record, found.explanation)
         return choose(stages, inputs, proposals, found.best, *rest)
 
     one = chosen()
     assert one == chosen()
-    meshes = {one.mesh for one in found.contenders} - {a.strategy.mesh for a in found.alternatives}
-    assert len(found.contenders) == 4 and meshes
-    strategies = (found.best, *(a.strategy for a in found.alternatives), *found.contenders)
-    step = {}
-    for strategy in strategies:
-        _, fusions = stages.recertify(proposals, strategy, cluster, recipe)
-        cost = stages.estimate(profile, recipe, cluster, strategy, targets, fusions)
-        assert stages.violations(profile, recipe, cluster, strategy) == ()
-        if cost.memory.fraction <= 0.95:
-            step[strategy] = cost.time.step_ms
-    assert step[one.joined.strategy] == min(step.values()) == one.joined.cost.time.step_ms
+    space = SearchContext(profile, recipe, cluster)
+    table, work = enumerate_plans(space), workload(profile, recipe, targets)
+    fastest, fitting = float("inf"), 0
+    for ep in (1, 2, 4, 8):
+        _, fusions = stages.recertify(proposals, ParallelStrategy(mesh=Mesh(ep=ep)), cluster, recipe)
+        plans = table.plans.take((table.plans.ep == ep) & (table.plans.cp == 1))
+        costs = evaluate(work, cluster, plans, fusions)
+        within = costs.reserved <= 0.95 * cluster.device.usable_memory_bytes
+        fastest, fitting = min(fastest, float(costs.step_ms[within].min())), fitting + int(costs.feasible.sum())
+    assert one.joined.cost.time.step_ms <= fastest, "no strategy of the scan is faster as run"
+    assert one.record.fused_feasible_strategies >= fitting > found.record.feasible_strategies
+    for position in range(0, len(table), len(table) // 12):
+        strategy = table.strategy(position)
+        alike = ParallelStrategy(mesh=Mesh(ep=strategy.mesh.ep, cp=strategy.mesh.cp), base_format=strategy.base_format)
+        own, shared = (stages.recertify(proposals, plan, cluster, recipe)[1] for plan in (strategy, alike))
+        assert own == shared, "ep, tp, cp and base format are all that a decision looks at"
     for rival in one.alternatives:
-        if rival.strategy in step:
-            assert rival.fused_step_ms == step[rival.strategy] >= one.joined.cost.time.step_ms
+        if rival.feasible and rival.fused_reserved_bytes <= 0.95 * cluster.device.usable_memory_bytes:
+            assert rival.fused_step_ms >= one.joined.cost.time.step_ms
     moved = one.joined.strategy != found.best
     assert any("changed the choice" in line for line in one.explanation) == moved
-    assert not moved or step[one.joined.strategy] < step[found.best]

@@ -40,7 +40,7 @@ def planned(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_plan_is_written_with_its_report(planned) -> None:
     """The report names this plan's strategy and every decided fusion, and asks nothing of the network."""
-    page = planned.with_suffix(".html").read_text(encoding="utf-8")
+    page = planned.with_suffix(".html").read_text(encoding="utf-8").replace(' xmlns="http://www.w3.org/2000/svg"', "")
     plan = load_plan(planned)
     assert plan.decision.strategy.text() in page and plan.hashes.decision[:12] in page
     assert "default-src 'none'" in page and "<script" not in page and "http://" not in page and "https://" not in page

@@ -33,7 +33,7 @@ def test_an_edit_is_recosted_and_names_its_parent(session) -> None:
     assert child.decision.parent_hash == parent.hashes.decision
     # The fake cost model: 4 GiB over shard.
     assert (parent.evidence.cost.memory.peak_bytes, child.evidence.cost.memory.peak_bytes) == (2 << 30, 4 << 30)
-    assert "2 GiB → 4 GiB (+100.0 %)" in words
+    assert "2 GiB → 4 GiB (+100.0%)" in words
     fields = {edit.field: (edit.old, edit.new) for edit in child.decision.edits}
     assert fields == {"strategy.mesh.shard": (2, 1), "strategy.mesh.ep": (1, 2)}
     kept = {load_plan(path).hashes.decision for path in (session.file.parent / "plans").iterdir()}
@@ -218,9 +218,9 @@ def test_the_terminal_shows_what_a_reviewer_needs(session) -> None:
         session.plan.hashes.decision,
         "replicate1·shard2·ep1",
         "norm.good",
-        "✓ proved (1 of 1)",
+        "✓ 1 of 1",
         "norm.unproved",
-        "✗ refused (0 of 1 proved)",
+        "✗ 0 of 1: refused",
         "as fast, with 2.00 GiB more memory",
         "frozen_base",
         "Memory peaks while weights are loaded",

@@ -66,7 +66,7 @@ def test_a_fork_that_cannot_be_is_refused(tmp_path, request_of, finished) -> Non
         fork(paused, "execute", tmp_path / "f")
 
 
-def test_the_commands(cli, finished, tmp_path) -> None:
+def test_the_commands(cli, finished, tmp_path, monkeypatch) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "request.json").write_text("{")
     listed = json.loads(cli("runs", "--root", tmp_path, "--output", "json").out)
@@ -77,4 +77,10 @@ def test_the_commands(cli, finished, tmp_path) -> None:
     assert done.code == 0 and "shardwright resume" in done.err
     assert cli("runs", "fork", finished.run_dir, "--at", "nowhere", "--to", tmp_path / "g").code == 2
     assert cli("runs", "show", tmp_path / "absent").code == 1
-    assert len(runs_in(tmp_path)) == 3 and runs_in(tmp_path / "none") == ()
+    assert len(runs_in(tmp_path)) == 3
+    for root, code in ((tmp_path / "none", "usage/no-folder"), (finished.run_dir, "usage/is-a-run")):
+        done = cli("runs", "--root", root)
+        assert done.code == 2 and f"error: [{code}]" in done.err and str(root) in done.err
+    monkeypatch.chdir(tmp_path)
+    fresh = cli("runs")
+    assert fresh.code == 0 and "no run in runs" in fresh.err, "nothing has run here yet: no fault"

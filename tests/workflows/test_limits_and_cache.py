@@ -12,14 +12,14 @@ from collections import Counter
 import pytest
 import workflow_fakes as fakes
 
-from shardwright.schemas.errors import RunError, UsageError
+from shardwright.schemas.errors import InfeasibleError, RunError, UsageError
 from shardwright.schemas.plan import load_plan
 from shardwright.workflows import cache as caching
 from shardwright.workflows.adapt import AFTER, NODES, descendants
 from shardwright.workflows.cache import NodeCache, default_cache
 from shardwright.workflows.drive import drive
 from shardwright.workflows.events import read_events
-from shardwright.workflows.limits import DEFAULT_S, parse_limits
+from shardwright.workflows.limits import DEFAULT_S, LEFT_BEHIND, parse_limits
 
 
 def test_structure_and_search_run_beside_each_other(tmp_path, request_of, approving) -> None:
@@ -73,6 +73,35 @@ def test_one_failing_branch_is_named_and_the_other_is_kept(tmp_path, request_of,
     assert failed == ["search"]
     assert drive(request_of(), run, stages=stages, policy=approving).status == "finished"
     assert calls == {"structure": 1, "search": 2}
+
+
+def test_what_no_other_try_can_mend_ends_the_node_beside_it(tmp_path, request_of, approving) -> None:
+    """Where nothing fits nobody waits for the structure agent: it is left behind, and told so."""
+    run, free, begun = tmp_path / "run", threading.Event(), threading.Event()
+
+    def structure(*arguments):
+        begun.set()
+        free.wait(60)
+        return fakes.structured()
+
+    def search(*arguments, **named):
+        begun.wait(20)
+        raise InfeasibleError("memory", "nothing fits", where="search", next_action="more devices")
+
+    stages, began = fakes.fake_stages(structure=structure, search=search), time.monotonic()
+    with pytest.raises(InfeasibleError, match="nothing fits") as caught:
+        drive(request_of("plan"), run, stages=stages, policy=approving)
+    assert time.monotonic() - began < 30 and caught.value.exit_code == 7
+    told = [(event["node"], event["kind"], event["detail"]) for event in read_events(run)]
+    assert [one for one in told if one[1] == "failed"] == [("search", "failed", "infeasible/memory")]
+    assert ("structure", "note", "structure was ended: infeasible/memory beside it") in told
+    assert any(thread.is_alive() for thread in LEFT_BEHIND)
+    free.set()
+    for thread in LEFT_BEHIND:
+        thread.join(20)
+    LEFT_BEHIND.clear()
+    again = fakes.fake_stages()
+    assert drive(request_of("plan"), run, stages=again, policy=approving).status == "planned"
 
 
 def test_the_order_of_nodes_is_that_of_their_dependencies() -> None:

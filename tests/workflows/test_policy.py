@@ -208,3 +208,24 @@ def test_the_policy_command_runs_a_policy_against_saved_plans(cli, plan, tmp_pat
     assert sarif.code == 4 and '"ruleId": "policy/max_step_ms"' in sarif.out
     (tmp_path / "typo.yaml").write_text("max_stepms: 9\n")
     assert cli("policy", "test", tmp_path / "typo.yaml", tmp_path / "good.json").code == 2
+
+
+def test_a_rules_name_stands_for_all_its_findings(plan) -> None:
+    """``allow_axes`` in ``warn`` covers ``allow_axes/ep``; the whole name of one finding covers that one alone."""
+    axes = {"ep": [4], "checkpointing": ["full"]}
+    found, result = finding(plan, "allow_axes/ep", allow_axes=axes, warn=["allow_axes"])
+    assert found.severity == "warn" and result.approves and len(result.warnings) == 2
+    found, result = finding(plan, "allow_axes/ep", allow_axes=axes, warn=["allow_axes/ep"])
+    assert found.severity == "warn" and [one.rule for one in result.violations] == ["allow_axes/checkpointing"]
+
+
+def test_findings_say_what_was_found_and_what_is_allowed(plan) -> None:
+    def said(rule: str, **fields: object) -> tuple[str, str]:
+        found, _ = finding(plan, rule, **fields)
+        return found.found, found.allowed
+
+    assert said("min_speedup", min_speedup=2) == ("all 1 installed fusions reach it", "≥ ×2 each")
+    assert said("min_speedup", min_speedup=3)[0].endswith("×2")
+    assert said("allow_kernels", allow_kernels=["swiglu"]) == ("rms_norm (not allowed: rms_norm)", "swiglu")
+    assert said("allow_kernels", allow_kernels=[]) == ("rms_norm (not allowed: rms_norm)", "none")
+    assert said("allow_axes/ep", allow_axes={"ep": [1, 2]})[1] == "1, 2"

@@ -76,12 +76,12 @@ def test_both_reports_say_what_matters(finished, record) -> None:
             finished.plan.hashes.decision,
             finished.plan.hashes.evidence,
             "5.9000 → 4.4000",
-            "−25.4 %",  # (4.4 − 5.9) / 5.9
+            "−25.4%",  # (4.4 − 5.9) / 5.9
             "3 of 3 passed",
             "0 of 1 tensors changed",
             "norm.good",
-            "proved (1 of 1)",
-            "2× (modelled)",
+            "✓ 1 of 1",
+            "×2 (modelled)",
             str(finished.run_dir / "adapter"),
             "PeftModel.from_pretrained",
             "500 ms",
@@ -192,9 +192,9 @@ def test_units() -> None:
     assert [size(n) for n in (0, 1023, 1024, 5 << 30, 1010 << 20)] == ["0 B", "1023 B", "1 KiB", "5 GiB", "1010 MiB"]
     assert [duration(t) for t in (0.1234, 999.0, 1500, 7.2e6)] == ["0.123 ms", "999 ms", "1.5 s", "120 min"]
     assert (change(4, 5), change(4, 3), off_by(110, 100), off_by(1, None)) == (
-        "+25.0 %",
-        "−25.0 %",
-        "+10.0 %",
+        "+25.0%",
+        "−25.0%",
+        "+10.0%",
         "not measured",
     )
     assert fakes.cost(fakes.searched().best).memory.fits

@@ -173,7 +173,7 @@ def test_a_chosen_variant_survives_later_edits(client, server) -> None:
 def test_a_preview_shows_legality_cost_and_policy_and_writes_nothing(client, server) -> None:
     before = server.session.file.read_bytes()
     legal = client.post("/preview", data=form(server, **{"mesh.ep": "2"}))
-    assert legal.status_code == 200 and "Legal, and it fits" in legal.text and "+100.0 % worse" in legal.text
+    assert legal.status_code == 200 and "Legal, and it fits" in legal.text and "+100.0% worse" in legal.text
     assert "follows" in legal.text and "4 of 4 rules pass" in legal.text and "does not deny" in legal.text
     illegal = client.post("/preview", data=form(server, **{"mesh.ep": "3"}))
     assert "This cannot run" in illegal.text and "mesh-covers-world" in illegal.text

@@ -165,7 +165,18 @@ class Searched:
     alternatives: tuple[Alternative, ...]
     record: SearchRecord
     explanation: tuple[str, ...]
-    contenders: tuple[ParallelStrategy, ...] = ()
+
+
+@dataclass(frozen=True)
+class SearchedAgain:
+    strategies: tuple[ParallelStrategy, ...] = ()
+    feasible: int = 2
+
+
+def searched_again(profile, recipe, cluster, targets, certified, found, more=()) -> SearchedAgain | None:
+    """Nothing new beside ``more``; ``None`` where no fused operator may run."""
+    fused = any(decision.provider != "eager" for decision in certified(found))
+    return SearchedAgain(tuple(more)) if fused else None
 
 
 def structured() -> Structured:
@@ -330,6 +341,7 @@ def fake_stages(**replaced: Callable[..., object]) -> Stages:
         "targets": lambda folder, lora: (target(),),
         "structure": lambda *a: structured(),
         "search": lambda *a, **named: searched(),
+        "search_fused": searched_again,
         "recertify": recertify,
         "violations": violations,
         "estimate": lambda profile, recipe, cluster, strategy, targets, fusions: cost(strategy, fusions),

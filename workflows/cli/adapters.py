@@ -114,10 +114,21 @@ def generate(
     output: PlainOutputOption = PlainOutput.text,
 ) -> None:
     """Show the base's answer to a prompt and, with --adapter, the adapter's beside it."""
+    from shardwright.checkpoints.config import read_config
     from shardwright.runtime.generate import generate as answer
+    from shardwright.schemas.errors import UsageError
     from shardwright.schemas.plan import load_plan
+    from shardwright.workflows.prepare import local_checkpoint
     from shardwright.workflows.remote_code import run_trusting
 
+    if adapter is not None and not adapter.is_dir():
+        raise UsageError(
+            "no-adapter",
+            "this is a file" if adapter.is_file() else "no such folder",
+            where=str(adapter),
+            next_action="name the folder of a PEFT adapter, such as RUN_DIR/adapter",
+        )
+    read_config(local_checkpoint(checkpoint))
     plan_file = adapter.resolve().parent / "plan.json" if adapter is not None else None
     decision = load_plan(plan_file).decision if plan_file is not None and plan_file.is_file() else None
     if prompt is None:

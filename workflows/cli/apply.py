@@ -54,6 +54,7 @@ def apply(
 
     The same command goes on after an interruption.
     """
+    from shardwright.schemas.errors import RunError
     from shardwright.workflows.approvals import log_beside
     from shardwright.workflows.cli.finish import finishing
     from shardwright.workflows.cli.launching import keep_options, show_job
@@ -70,6 +71,8 @@ def apply(
         if carry_from is not None:
             from shardwright.runtime.state_adopt import adopt
 
+            if not carry_from.is_dir():
+                raise RunError("no-run", "no such folder", where=str(carry_from), next_action="name a run with --from")
             note(adopt(carry_from, prepared.run_dir))
         listener = run.begin(prepared.run_dir)
         drive(prepared.request, prepared.run_dir, listener=listener, start=prepared.state, limits=limits)

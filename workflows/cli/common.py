@@ -90,8 +90,23 @@ NoCacheOption = Annotated[
 ]
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.")]
+
+
+def known_clusters(incomplete: str) -> list[str]:
+    """Names of the catalogue that begin so; for the shell's completion."""
+    from shardwright.search_spaces.catalogue import HARDWARE
+
+    return sorted(path.stem for path in HARDWARE.glob("*.yaml") if path.stem.startswith(incomplete))
+
+
 ClusterOption = Annotated[
-    str, typer.Option("--cluster", "-c", help="A name from the catalogue (cpu-2, h200-8, ...) or a cluster file.")
+    str,
+    typer.Option(
+        "--cluster",
+        "-c",
+        autocompletion=known_clusters,
+        help="A name from the catalogue (cpu-2, h200-8, ...) or a cluster file.",
+    ),
 ]
 RecipeOption = Annotated[Path, typer.Option("--recipe", "-r", help="What to train: a recipe file.")]
 TrialsOption = Annotated[int, typer.Option("--trials", min=1, help="Trials of the strategy search.")]

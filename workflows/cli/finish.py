@@ -87,7 +87,7 @@ def finishing(output: Output, reports: Path | None = None) -> Iterator[Started]:
     run = Started()
     try:
         yield run
-    except (ShardwrightError, KeyboardInterrupt, OSError) as end:
+    except (ShardwrightError, KeyboardInterrupt, OSError, RecursionError) as end:
         error = faults.typed(end)
         put_optional(failure_text(run.folder, output, error))
         _write_reports(reports, {name: failure_text(run.folder, form, error) for name, form in REPORTS.items()})

@@ -24,7 +24,9 @@ def runs(
     from shardwright.workflows.history import runs_in
     from shardwright.workflows.watching import RunStatus
 
-    found = runs_in(root)
+    given = context.get_parameter_source("root")
+    fresh = given is not None and given.name == "DEFAULT" and not root.exists()  # nothing has run here yet
+    found = () if fresh else runs_in(root)
     if output is PlainOutput.json:
         rows = [s.model_dump(mode="json") if isinstance(s, RunStatus) else {"state": s} for _, s in found]
         put_json([{"run_dir": str(path), **row} for (path, _), row in zip(found, rows, strict=True)])

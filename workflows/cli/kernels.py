@@ -17,6 +17,25 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+
+def demand_operators(ops: list[str] | None) -> None:
+    """Every name is an operator's.
+
+    Raises:
+        UsageError: ``unknown-operator``.
+    """
+    from shardwright.kernels.registry import OPERATORS
+    from shardwright.schemas.errors import UsageError
+
+    if unknown := [name for name in ops or () if name not in OPERATORS]:
+        raise UsageError(
+            "unknown-operator",
+            f"no operator is called {' or '.join(map(repr, unknown))}",
+            where="OP",
+            next_action=f"name some of: {', '.join(OPERATORS)}",
+        )
+
+
 OpsArgument = Annotated[list[str] | None, typer.Argument(metavar="OP", help="Operators. [default: all]")]
 
 
@@ -29,6 +48,7 @@ def verify(ops: OpsArgument = None, output: PlainOutputOption = PlainOutput.text
     from shardwright.schemas.errors import CheckFailed
     from shardwright.workflows.operators import verify_operators
 
+    demand_operators(ops)
     results = verify_operators(ops)
     if output is PlainOutput.json:
         put_json([result.model_dump(mode="json") for result in results])
@@ -48,7 +68,7 @@ def verify(ops: OpsArgument = None, output: PlainOutputOption = PlainOutput.text
 @app.command()
 def bench(
     ops: OpsArgument = None,
-    out: Annotated[Path, typer.Option("--out", help="Folder for the result lines.")] = Path("benchmarks/results"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the result lines.")] = Path("benchmarks/results"),
     evidence: Annotated[
         Path | None, typer.Option("--evidence", help="Evidence store to add the times to, for later plans.")
     ] = None,
@@ -60,6 +80,7 @@ def bench(
     from shardwright.kernels.bench import bench_all
     from shardwright.kernels.suite import bench_table, progress
 
+    demand_operators(ops)
     put(bench_table(bench_all(ops, out, evidence, cases=cases or ("",), report=progress)))
 
 
@@ -67,7 +88,8 @@ def bench(
 def tune(
     ops: OpsArgument = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="File of choices to write. [default: the shipped one of this device]")
+        Path | None,
+        typer.Option("--out", "-o", help="File of choices to write. [default: the shipped one of this device]"),
     ] = None,
 ) -> None:
     """Choose launch configurations on this machine's CUDA device; each is checked against fp64 before it is timed.
@@ -76,6 +98,7 @@ def tune(
     """
     from shardwright.workflows.operators import tune_operators
 
+    demand_operators(ops)
     file = tune_operators(ops, out, put)
     put(f"{plural(len(file.entries), 'choice')} for {file.device}")
 
@@ -95,6 +118,7 @@ def prebuild(
     from shardwright.kernels.prebuild import prebuild as compile_all
     from shardwright.schemas.errors import CheckFailed
 
+    demand_operators(ops)
     reports = compile_all(ops, device)
     if output is PlainOutput.json:
         from dataclasses import asdict

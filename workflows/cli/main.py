@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 import warnings
-from types import FrameType
+from inspect import cleandoc
+from types import FrameType, TracebackType
 
 import typer
 
@@ -31,6 +33,7 @@ from shardwright.workflows.cli import (
     watch,
 )
 from shardwright.workflows.cli.common import STDOUT, put_json
+from shardwright.workflows.cli.examples import EXAMPLES
 
 EXIT_CODES = """\b
 Exit codes: 0 ok, 1 error, 2 usage, 3 needs approval, 4 policy denied, 5 stale plan, 6 legality failed,
@@ -46,7 +49,6 @@ app = typer.Typer(
     ),
     epilog=EXIT_CODES,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -68,15 +70,20 @@ def shardwright(
     """Options that stand before the verb."""
 
 
-def _whole_summaries(group: typer.Typer) -> None:
-    """Lists of verbs show each first sentence whole; without this they are cut to the width of a line."""
+def _told_whole(group: typer.Typer, path: str = "") -> None:
+    """Lists of verbs show each first sentence whole, not cut to a line; every verb ends with an example."""
     for verb in group.registered_commands:
-        first, *_ = " ".join((verb.callback.__doc__ or "").split("\n\n")[0].split()).split(". ")
-        verb.short_help = first.rstrip(".") + "."
+        words = cleandoc(verb.callback.__doc__ or "").replace("``", "`")
+        first, *_ = " ".join(words.split("\n\n")[0].split()).split(". ")
+        verb.help, verb.short_help = words, first.rstrip(".") + "."
+        name = verb.name or getattr(verb.callback, "__name__", "")
+        verb.epilog = f"\b\nExample:\n  {EXAMPLES[f'{path} {name}'.strip()]}"
     for inner in group.registered_groups:
         if inner.typer_instance is not None:
             inner.short_help = str(inner.typer_instance.info.help)
-            _whole_summaries(inner.typer_instance)
+            if inner.name in EXAMPLES:
+                inner.epilog = f"\b\nExample:\n  {EXAMPLES[inner.name]}"
+            _told_whole(inner.typer_instance, inner.name or "")
 
 
 for module in (inspect, plan, review, apply, adapt, runs, show, calibrate, measured, adapters, doctor, watch):
@@ -85,7 +92,7 @@ app.add_typer(cluster.app, name="cluster")
 app.add_typer(kernels.app, name="kernels")
 app.add_typer(policies.app, name="policy")
 app.add_typer(history.app, name="runs")
-_whole_summaries(app)
+_told_whole(app)
 
 
 def main() -> None:
@@ -95,6 +102,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _stop)
     try:
         _demand_text([*sys.argv[1:], os.getcwd()])
+        _demand_words(sys.argv[1:])
         app()
     except SystemExit as ended:
         cause = _swallowed(ended)
@@ -107,9 +115,11 @@ def main() -> None:
         _drop_stdout()
     except BrokenPipeError:
         _drop_stdout()
-    except (ShardwrightError, OSError) as error:
+    except (ShardwrightError, OSError, RecursionError) as error:
         _tell(error)
         _end(f"error: {faults.typed(error).text()}", faults.typed(error).exit_code)
+    finally:
+        sys.excepthook = _unexpected  # Typer has put its own in place
 
 
 def _demand_text(words: list[str]) -> None:
@@ -128,6 +138,36 @@ def _demand_text(words: list[str]) -> None:
             )
 
 
+MAY_BE_EMPTY = ("--reason", "--prompt", "--llm-url", "--llm-model")
+
+
+def _demand_words(words: list[str]) -> None:
+    """An empty word is a shell variable that is not set; taken as a path it would mean the current folder.
+
+    Raises:
+        UsageError: ``empty-argument``.
+    """
+    for before, word in zip(["", *words], words, strict=False):
+        if not word and before not in MAY_BE_EMPTY:
+            raise UsageError(
+                "empty-argument",
+                f"the word after {before!r} is empty" if before else "the first word is empty",
+                where="command line",
+                next_action="look at the shell variable that stands there: it is empty or not set",
+            )
+
+
+def _unexpected(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What nobody foresaw, told in the form of every other error; SHARDWRIGHT_TRACEBACK=1 shows where it came from."""
+    if os.environ.get("SHARDWRIGHT_TRACEBACK", "") not in ("", "0"):
+        sys.__excepthook__(kind, error, trace)
+        return
+    frames = traceback.extract_tb(trace)
+    own = [frame for frame in frames if f"{os.sep}shardwright{os.sep}" in frame.filename] or frames
+    where = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}, {own[-1].name}" if own else "this program"
+    sys.stderr.write(f"error: {faults.internal(error, where).text()}\n")
+
+
 def _swallowed(ended: SystemExit) -> BaseException | None:
     """The signal or closed pipe that Typer turned into an exit code without a word."""
     inner = ended.__context__
@@ -139,7 +179,7 @@ def _drop_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ is not None else 1)
 
 
-def _tell(error: ShardwrightError | KeyboardInterrupt | OSError) -> None:
+def _tell(error: faults.Fault) -> None:
     """Put the error on stdout where JSON was asked for, unless a result stands there already: one document, not two."""
     if STDOUT.used or not faults.wants_json(sys.argv[1:]):
         return

@@ -10,6 +10,7 @@ import typer
 from shardwright.workflows.cli.common import PlanArgument, note, put
 
 if TYPE_CHECKING:
+    from shardwright.schemas.policy import Policy
     from shardwright.workflows.review.session import ReviewSession
 
 
@@ -59,6 +60,7 @@ def review(
     import sys
 
     from shardwright.schemas.errors import UsageError
+    from shardwright.workflows.policy import load_policy
     from shardwright.workflows.review.session import ReviewSession
     from shardwright.workflows.review.terminal import ask_until_decided, plan_text
 
@@ -66,6 +68,7 @@ def review(
         raise UsageError(
             "contradiction", "--approve and --reject-plan", where="options", next_action="give one of them"
         )
+    rules = load_policy(policy) if policy is not None else None
     session = ReviewSession.open(plan, actor=actor, log=approvals)
     values = _pairs("--edit", "bad-edit", "AXIS=VALUE", "write mesh.ep=2", edit)
     answers = _pairs("--answer", "bad-answer", "QUESTION=CHOICE", "write the question's id, =, and a choice", answer)
@@ -78,11 +81,13 @@ def review(
         note(session.edit(values, reason))
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not acted and (serve or (terminal and not cli)):
-        _serve(session, policy, port, browser=not serve)
+        _serve(session, rules, policy, port, browser=not serve)
     elif not acted and terminal:
         ask_until_decided(session)
     elif not acted:
         put(plan_text(session.plan))
+        if rules is not None:
+            put(_findings(session, rules, str(policy)))
     if approve:
         session.approve(reason)
     if reject_plan:
@@ -109,13 +114,21 @@ def _pairs(option: str, code: str, form: str, advice: str, items: list[str] | No
     return found
 
 
-def _serve(session: ReviewSession, policy: Path | None, port: int, *, browser: bool) -> None:
+def _findings(session: ReviewSession, rules: Policy, name: str) -> str:
+    """The policy, rule by rule, on the plan as it stands."""
+    from shardwright.workflows.policy import evaluate
+    from shardwright.workflows.report.policy_content import policy_document
+    from shardwright.workflows.review.terminal import document_text
+
+    return document_text(policy_document([(name, evaluate(session.plan, rules))]))
+
+
+def _serve(session: ReviewSession, rules: Policy | None, policy: Path | None, port: int, *, browser: bool) -> None:
     """Serve the page until it is interrupted; the session then knows what was decided."""
     import importlib.util
     import webbrowser
 
     from shardwright.schemas.errors import UsageError
-    from shardwright.workflows.policy import load_policy
 
     if missing := [name for name in ("fastapi", "uvicorn", "jinja2") if importlib.util.find_spec(name) is None]:
         raise UsageError(
@@ -132,5 +145,4 @@ def _serve(session: ReviewSession, policy: Path | None, port: int, *, browser: b
         if browser:
             webbrowser.open(address)
 
-    rules = load_policy(policy) if policy is not None else None
     serve(session, policy=rules, policy_name=policy.name if policy is not None else "", port=port, announce=announce)

@@ -33,7 +33,7 @@ def write(
     checkpoint: Annotated[
         Path | None, typer.Option("--checkpoint", help="Folder of the checkpoint. [default: the run's]")
     ] = None,
-    out: Annotated[Path, typer.Option("--out", help="Folder of the candidates.")] = Path("written-kernels"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the candidates.")] = Path("written-kernels"),
     llm_url: LlmUrlOption = "",
     llm_model: LlmModelOption = "",
     llm_replay: LlmReplayOption = None,

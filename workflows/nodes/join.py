@@ -26,7 +26,8 @@ def run(context: Context, state: AdaptState) -> Output:
     """Write ``plan.json``.
 
     Raises:
-        LegalityError, InfeasibleError: what the search found is not what the join can certify.
+        LegalityError: what the search found is not what the join can certify.
+        InfeasibleError: nothing fits, fused operators counted.
     """
     store, stages = context.store, context.stages
     cluster = store.get(state["cluster"], ClusterSpec)
@@ -51,12 +52,11 @@ def run(context: Context, state: AdaptState) -> Output:
             proposals,
             found.best,
             found.alternatives,
-            found.contenders,
             found.record,
             found.explanation,
         )
         advice = store.get(state["advice"], LlmAdvice).record if "advice" in state else None
-        plan = assemble(inputs, chosen.joined, chosen.alternatives, found.record, chosen.explanation, advice)
+        plan = assemble(inputs, chosen.joined, chosen.alternatives, chosen.record, chosen.explanation, advice)
         options = options_of(context.request.search)
         plan = with_loads(with_calibration(plan, options.calibration), options.loads)
         return {"plan": context.keep_plan(plan)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import TypeAdapter
 
 from shardwright.schemas.advice import LlmAdvice
-from shardwright.schemas.base import Model, added
+from shardwright.schemas.base import Model
 from shardwright.schemas.canonical import sha256_of
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.lora import LoraTarget
@@ -26,15 +26,14 @@ class SearchArtifact(Model):
     alternatives: tuple[Alternative, ...]
     record: SearchRecord
     explanation: tuple[str, ...]
-    contenders: tuple[ParallelStrategy, ...] = added(())
-    """Strategies of further meshes, which the join prices too."""
 
 
 def run(context: Context, state: AdaptState) -> Output:
     """Write the search's result as an artifact.
 
     Raises:
-        InfeasibleError: no legal strategy fits; the smallest change that would is named.
+        InfeasibleError: no legal strategy fits, with fused operators or without; the smallest change that would is
+            named.
     """
     store, request = context.store, context.request
 
@@ -59,7 +58,6 @@ def run(context: Context, state: AdaptState) -> Output:
             alternatives=result.alternatives,
             record=result.record,
             explanation=explanation,
-            contenders=result.contenders,
         )
         return {"search": store.put(artifact)}
 

@@ -39,7 +39,8 @@ class Table:
     """Rows of text.
 
     Columns in ``numeric`` are right-aligned. ``prose`` is a column of sentences: a terminal puts it on lines of its
-    own below the row. ``folded`` hides the table behind its caption in HTML and leaves it out of a terminal.
+    own below the row. ``closed`` hides the table behind its caption in HTML until it is opened; ``folded`` also leaves
+    it out of a terminal.
     """
 
     headers: tuple[str, ...]
@@ -47,6 +48,7 @@ class Table:
     numeric: tuple[int, ...] = ()
     caption: str = ""
     folded: bool = False
+    closed: bool = False
     prose: int | None = None
 
 

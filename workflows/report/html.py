@@ -26,7 +26,7 @@ def html_report(plan: AdaptationPlan, record: RunRecord, approval: Approval | No
 def html_plan(plan: AdaptationPlan) -> str:
     """The report of a plan alone."""
     title = Heading(f"Plan for {plan.decision.architecture}: {plan.decision.recipe.name}", 1)
-    return page((title, *plan_document(plan)))
+    return page((title, *plan_document(plan, alone=True)))
 
 
 def page(document: Document) -> str:
@@ -87,7 +87,7 @@ def _table(table: Table) -> str:
     body = f"<table{kind}>{head}<tbody>{rows}</tbody></table>"
     if not facts:  # may be wider than the page: the keyboard must reach what scrolls
         body = f'<div class="wide" tabindex="0" role="group" aria-label="{label}">{body}</div>'
-    if table.folded:
+    if table.folded or table.closed:
         return f"<details><summary>{inline(table.caption)} ({len(table.rows)})</summary>{body}</details>"
     return f"<h3>{inline(table.caption)}</h3>{body}" if table.caption else body
 

@@ -20,7 +20,7 @@ def markdown_report(plan: AdaptationPlan, record: RunRecord, approval: Approval 
 def markdown_plan(plan: AdaptationPlan) -> str:
     """The report of a plan alone; the same plan gives the same bytes."""
     title = Heading(f"Plan for {plan.decision.architecture}: {plan.decision.recipe.name}", 1)
-    return render((title, *plan_document(plan)))
+    return render((title, *plan_document(plan, alone=True)))
 
 
 def render(document: Document) -> str:

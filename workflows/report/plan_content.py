@@ -5,16 +5,23 @@ from __future__ import annotations
 from shardwright.schemas.fusion import FusionDecision, FusionProposal, Variant
 from shardwright.schemas.plan import AdaptationPlan, Alternative
 from shardwright.schemas.words import plural
-from shardwright.workflows.report.blocks import Block, Document, Heading, Table, Text
-from shardwright.workflows.report.units import count, duration, short, size
+from shardwright.workflows.report import svg
+from shardwright.workflows.report.blocks import Block, Document, Figure, Heading, Table, Text
+from shardwright.workflows.report.plan_verdict import beyond_times, signed_section, tiles, verdict, way
+from shardwright.workflows.report.units import duration, short, size
 
 
-def plan_document(plan: AdaptationPlan) -> Document:
-    """Model, strategy, fusions, memory, time, alternatives, pins."""
+def plan_document(plan: AdaptationPlan, *, alone: bool = False) -> Document:
+    """The verdict and its price, what an approval signs, fusions, memory, time, alternatives, pins.
+
+    Args:
+        alone: under a title of its own, with memory and step drawn; a run's report has both beside what was measured.
+    """
     return (
-        *plan_summary(plan),
+        *plan_summary(plan)[alone:],
+        *signed_section(plan),
         *fusion_section(plan),
-        *cost_section(plan),
+        *cost_section(plan, figures=alone),
         *alternatives_section(plan),
         *advice_section(plan),
         *pins_section(plan),
@@ -22,9 +29,10 @@ def plan_document(plan: AdaptationPlan) -> Document:
 
 
 def plan_summary(plan: AdaptationPlan) -> Document:
-    decision, evidence = plan.decision, plan.evidence
-    blocks: list[Block] = [Heading("Plan"), Table(("", ""), (*_what(plan), *_why(plan)))]
-    blocks += [Text(line) for line in evidence.explanation]
+    """Whether the plan fits and what it costs, why it was chosen, what is open, what a reviewer changed."""
+    decision = plan.decision
+    blocks: list[Block] = [Heading("Plan"), Text(verdict(plan)), tiles(plan)]
+    blocks += [Text(line) for line in plan.evidence.explanation]
     if decision.questions:
         asked = tuple((q.id, q.text, ", ".join(q.choices), q.answer or "open") for q in decision.questions)
         blocks.append(Text("What rules could not decide:"))
@@ -36,66 +44,26 @@ def plan_summary(plan: AdaptationPlan) -> Document:
     return tuple(blocks)
 
 
-def _what(plan: AdaptationPlan) -> tuple[tuple[str, str], ...]:
-    decision, profile = plan.decision, plan.evidence.profile
-    batch, cluster, targets = decision.recipe.batch, decision.cluster, decision.lora_targets
-    parameters, files = count(profile.parameters.total), plural(profile.files, "file")
-    adapters = count(sum(target.adapter_parameters for target in targets))
-    roles = ", ".join(sorted({target.role for target in targets}))
-    ranks, steps = plural(cluster.world_size, "rank"), plural(decision.recipe.schedule.steps, "step")
-    return (
-        ("decision hash", f"`{plan.hashes.decision}`"),
-        ("evidence hash", f"`{plan.hashes.evidence}`"),
-        ("model", f"{decision.architecture}, {parameters} parameters in {files}"),
-        ("cluster", f"{cluster.name}: {ranks} of {cluster.device_name}, {cluster.backend}"),
-        ("strategy", f"`{decision.strategy.text()}`"),
-        ("LoRA", f"{roles}; {plural(len(targets), 'weight')}, {adapters} adapter parameters"),
-        ("batch", f"{plural(batch.global_batch_sequences, 'sequence')} × {batch.sequence_tokens} tokens, {steps}"),
-        *_code(plan),
-    )
-
-
-def _code(plan: AdaptationPlan) -> tuple[tuple[str, str], ...]:
-    """What of the checkpoint's own code would run; nothing where none does."""
-    code = plan.decision.remote_code
-    if code is None:
-        return ()
-    return (("runs code of the checkpoint", f"{', '.join(sorted(code.files))}; hash `{code.sha256}`"),)
-
-
-def _why(plan: AdaptationPlan) -> tuple[tuple[str, str], ...]:
-    memory, time, search = plan.evidence.cost.memory, plan.evidence.cost.time, plan.evidence.search
-    used = f"{size(memory.reserved_bytes)} of {size(memory.budget_bytes)} a rank ({memory.fraction:.1%})"
-    trials = f"{plural(search.trials, 'trial')} ({search.sampler}, seed {search.seed})"
-    unfused = "" if plan.evidence.plain is None else " without fused operators"
-    found = f"{search.legal_strategies:,} legal strategies, {search.feasible_strategies:,} fit{unfused}"
-    return (
-        ("predicted memory", f"{used}, highest at {memory.peak_moment.replace('_', ' ')}"),
-        ("predicted step", f"{duration(time.step_ms)}, {time.tokens_per_s:,.0f} tokens/s, bound by {time.bound_by}"),
-        ("search", f"{trials}; {found}; exhaustive best {duration(search.oracle_step_ms)}"),
-    )
-
-
 def certificate_status(proposal: FusionProposal | None) -> str:
-    """``proved (11 of 11)``, or what is missing."""
+    """``✓ 11 of 11``, or how many were proved of a proposal that is refused."""
     if proposal is None:
         return "no proposal"
     obligations = proposal.certificate.obligations
     proved = sum(o.status == "proved" for o in obligations)
     if proposal.certificate.legal:
-        return f"✓ proved ({proved} of {len(obligations)})"
-    return f"✗ refused ({proved} of {len(obligations)} proved)"
+        return f"✓ {proved} of {len(obligations)}"
+    return f"✗ {proved} of {len(obligations)}: refused"
 
 
-def gain_text(fusion: FusionDecision, proposal: FusionProposal | None) -> str:
-    """Speed-up with its origin, of the variant that is installed."""
+def gain_text(fusion: FusionDecision, proposal: FusionProposal | None) -> tuple[str, str]:
+    """Speed-up of the variant that is installed with its origin, and the time of a call, before it eager's."""
     variant = next((v for v in proposal.variants if v.name == fusion.variant), None) if proposal else None
     if variant is None or variant.gain is None:
-        return "–"
+        return "–", "–"
     gain = variant.gain
     if fusion.provider == "eager":
-        return f"eager: {duration(gain.eager_ms)} ({gain.origin})"
-    return f"{gain.speedup:.3g}× ({gain.origin}): {duration(gain.eager_ms)} → {duration(gain.time_ms)}"
+        return "–", f"{duration(gain.eager_ms)} ({gain.origin})"
+    return f"×{gain.speedup:.3g} ({gain.origin})", f"{duration(gain.eager_ms)} → {duration(gain.time_ms)}"
 
 
 def ranked_providers(proposal: FusionProposal) -> str:
@@ -123,35 +91,29 @@ def ranked_providers(proposal: FusionProposal) -> str:
 
 
 def fusion_section(plan: AdaptationPlan) -> Document:
+    """What is installed, what was proposed and is not, every provider's time, every obligation."""
     proposals = {p.id: p for p in plan.evidence.proposals}
     rows = []
     for fusion in plan.decision.fusions:
         proposal = proposals.get(fusion.proposal_id)
-        provider = f"{fusion.provider} (rejected by a reviewer)" if fusion.rejected else fusion.provider
+        rejected = f"{fusion.provider} (rejected by a reviewer)"
         rows.append(
             (
                 f"`{fusion.proposal_id}`",
                 str(len(fusion.modules)),
-                provider,
+                rejected if fusion.rejected else way(fusion.provider, fusion.variant),
                 certificate_status(proposal),
-                gain_text(fusion, proposal),
-                fusion.reason or (proposal.reason if proposal else ""),
+                *gain_text(fusion, proposal),
+                beyond_times(fusion.reason or (proposal.reason if proposal else "")),
             )
         )
     decided = {fusion.proposal_id for fusion in plan.decision.fusions}
-    for proposal in plan.evidence.proposals:
-        if proposal.id not in decided:
-            rows.append(
-                (
-                    f"`{proposal.id}`",
-                    str(len(proposal.region.modules)),
-                    "none",
-                    certificate_status(proposal),
-                    "–",
-                    proposal.reason,
-                )
-            )
-    if not rows:
+    left_out = tuple(
+        (f"`{p.id}`", str(len(p.region.modules)), certificate_status(p), p.reason)
+        for p in plan.evidence.proposals
+        if p.id not in decided
+    )
+    if not rows and not left_out:
         return (Heading("Fusions"), Text("Structure parsing proposed none."))
     ranking = tuple((f"`{p.id}`", ranked_providers(p)) for p in plan.evidence.proposals)
     obligations = tuple(
@@ -167,12 +129,24 @@ def fusion_section(plan: AdaptationPlan) -> Document:
     return (
         Heading("Fusions"),
         Table(
-            ("proposal", "instances", "provider", "certificate", "gain", "reason"), tuple(rows), numeric=(1,), prose=5
+            ("proposal", "places", "runs by", "proved", "gain", "a call", "reason"),
+            tuple(rows),
+            numeric=(1,),
+            prose=6,
+        ),
+        Table(
+            ("proposal", "places", "proved", "reason"),
+            left_out,
+            numeric=(1,),
+            caption="Proposals that are not in the plan, and why",
+            prose=3,
+            closed=True,
         ),
         Table(
             ("proposal", "a call by each provider, the fastest first"),
             ranking,
             caption="Providers of every region, on this cluster's device",
+            folded=True,
         ),
         Table(
             ("proposal", "obligation", "status", "evidence"),
@@ -183,7 +157,12 @@ def fusion_section(plan: AdaptationPlan) -> Document:
     )
 
 
-def cost_section(plan: AdaptationPlan) -> Document:
+def cost_section(plan: AdaptationPlan, *, figures: bool = False) -> Document:
+    """Every term of memory and of time with its origin and formula.
+
+    Args:
+        figures: draw both first, and leave the tables closed behind them.
+    """
     memory, time = plan.evidence.cost.memory, plan.evidence.cost.time
     parts = tuple(
         (c.name, size(c.bytes), "✓" if memory.peak_moment in c.moments else "", c.origin, f"`{c.formula}`")
@@ -193,20 +172,41 @@ def cost_section(plan: AdaptationPlan) -> Document:
         (c.name, duration(c.milliseconds), c.kind.replace("_", " "), c.origin, f"`{c.formula}`")
         for c in sorted(time.components, key=lambda c: (-c.milliseconds, c.name))
     )
+    by_term = Table(
+        ("memory term", "size", "at peak", "origin", "formula"),
+        parts,
+        numeric=(1,),
+        caption="Memory of the fullest rank",
+        closed=figures,
+    )
+    by_time = Table(
+        ("time term", "time", "kind", "origin", "formula"),
+        terms,
+        numeric=(1,),
+        caption="One optimizer step on the slowest rank",
+        closed=figures,
+    )
+    memory_bar, step_bar = cost_figures(plan) if figures else ((), ())
+    return (Heading("Predicted memory and time"), *memory_bar, by_term, *step_bar, by_time)
+
+
+def cost_figures(plan: AdaptationPlan) -> tuple[Document, Document]:
+    """Memory at its peak beside the budget, and the step, each as one bar of its terms."""
+    memory, time = plan.evidence.cost.memory, plan.evidence.cost.time
+    alive = [(c.name, float(c.bytes)) for c in memory.components if memory.peak_moment in c.moments]
+    if (slack := memory.reserved_bytes - sum(value for _, value in alive)) > 0:
+        alive.append(("slack and communicators", float(slack)))
+    visible = [(c.name, c.milliseconds) for c in time.components if c.kind != "hidden_communication"]
+    budget = (f"budget {size(memory.budget_bytes)}", float(memory.budget_bytes))
+    moment = memory.peak_moment.replace("_", " ")
+
+    def bar(parts: list[tuple[str, float]], text: str, limit: svg.Part | None, title: str) -> Document:
+        row = ("predicted", sorted(parts, key=lambda part: -part[1]), text)
+        return (Figure(svg.bars(row, None, limit, title), f"{title}."),)
+
     return (
-        Heading("Predicted memory and time"),
-        Table(
-            ("memory term", "size", "at peak", "origin", "formula"),
-            parts,
-            numeric=(1,),
-            caption="Memory of the fullest rank",
-        ),
-        Table(
-            ("time term", "time", "kind", "origin", "formula"),
-            terms,
-            numeric=(1,),
-            caption="One optimizer step on the slowest rank",
-        ),
+        bar(alive, size(memory.reserved_bytes), budget, f"Memory that the fullest rank reserves, at {moment}"),
+        bar(visible, duration(time.step_ms), None, "Time of one optimizer step on the slowest rank"),
     )
 
 
@@ -309,7 +309,7 @@ def advice_section(plan: AdaptationPlan) -> Document:
 
 
 def pins_section(plan: AdaptationPlan) -> Document:
-    decision, provenance = plan.decision, plan.evidence.provenance
+    decision, provenance, search = plan.decision, plan.evidence.provenance, plan.evidence.search
     rows = [
         ("checkpoint", f"`{decision.checkpoint.digest}`"),
         ("training data", f"`{decision.data.train_sha256}`"),
@@ -319,6 +319,7 @@ def pins_section(plan: AdaptationPlan) -> Document:
         ("workers", ", ".join(f"{k} {v}" for k, v in sorted(decision.environment.items()))),
         ("planned with", ", ".join(f"{k} {v}" for k, v in sorted(provenance.versions.items()))),
         ("language model", provenance.llm),
+        ("search", f"{plural(search.trials, 'trial')} ({search.sampler}, seed {search.seed})"),
     ]
     if (code := decision.remote_code) is not None:
         rows += [("code of the checkpoint, which workers run", f"`{code.sha256}`")]

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from shardwright.workflows.report.units import share
+
 WIDTH, HEIGHT = 720, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 20, 18, 44
 
@@ -82,6 +84,8 @@ Part = tuple[str, float]
 Row = tuple[str, Sequence[Part], str]
 BAR_LEFT, BAR_RIGHT, BAR_STEP, BAR_HEIGHT = 110, 150, 40, 26
 COLOURS = 8
+SMALLEST = 0.001
+"""Share of a bar below which a part is not drawn by itself."""
 
 
 def bars(predicted: Row, measured: Row | None, limit: Part | None, title: str) -> str:
@@ -93,10 +97,12 @@ def bars(predicted: Row, measured: Row | None, limit: Part | None, title: str) -
         limit: (name, value) of a line across the bars; left out where it lies far beyond them.
         title: what a screen reader says.
     """
-    parts, rest = list(predicted[1][: COLOURS - 1]), predicted[1][COLOURS - 1 :]
+    total = sum(value for _, value in predicted[1])
+    seen = sum(value >= SMALLEST * total for _, value in predicted[1])
+    drawn = min(max(seen, 1), COLOURS - 1)
+    parts, rest = list(predicted[1][:drawn]), predicted[1][drawn:]
     if rest:
-        parts.append((f"{len(rest)} more", sum(value for _, value in rest)))
-    total = sum(value for _, value in parts)
+        parts.append((f"{len(rest)} more" if len(rest) > 1 else rest[0][0], sum(value for _, value in rest)))
     longest = max(total, sum(value for _, value in measured[1]) if measured else 0.0)
     if longest <= 0:
         return ""
@@ -114,7 +120,7 @@ def bars(predicted: Row, measured: Row | None, limit: Part | None, title: str) -
         out.append(f'<text class="tick" x="{x:.1f}" y="{top - 6}" text-anchor="middle">{escape(shown[0])}</text>')
     for index, (name, value) in enumerate(parts):
         x, y = BAR_LEFT + (index % 3) * 200, legend_top + 20 * (index // 3)
-        words = f"{name.replace('_', ' ')} {value / total:.1%}" if total else name
+        words = f"{name.replace('_', ' ')} {share(value / total)}" if total else name
         out.append(f'<rect class="part c{index}" x="{x}" y="{y}" width="11" height="11"/>')
         out.append(f'<text class="tick" x="{x + 17}" y="{y + 10}">{escape(words)}</text>')
     return "".join([*out, "</svg>"])

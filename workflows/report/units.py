@@ -34,11 +34,16 @@ def count(value: int) -> str:
 
 
 def change(before: float, after: float) -> str:
-    """``−25.5 %``: relative change with its sign."""
+    """``−25.5%``: relative change with its sign."""
     if before == 0:
         return "n/a"
     percent = (after - before) / abs(before) * 100
-    return f"{'−' if percent < 0 else '+'}{abs(percent):.1f} %"
+    return f"{'−' if percent < 0 else '+'}{abs(percent):.1f}%"
+
+
+def share(fraction: float) -> str:
+    """A part of a whole: ``82.6%``; what is there and rounds to nothing is ``under 0.1%``."""
+    return "under 0.1%" if 0 < fraction < 0.0005 else f"{fraction:.1%}"
 
 
 def off_by(predicted: float | None, measured: float | None) -> str:

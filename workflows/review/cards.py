@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwright.schemas.fusion import FusionDecision, FusionProposal, Variant
+from shardwright.workflows.report.plan_verdict import beyond_times, way
 from shardwright.workflows.report.units import duration
 from shardwright.workflows.review.decisions import Accepted
 from shardwright.workflows.review.session import ReviewSession
@@ -51,7 +52,12 @@ class Card:
         if self.decision.rejected:
             return "eager (rejected)"
         provider = self.decision.provider
-        return "eager, unchanged" if provider == "eager" else f"{provider} · {self.decision.variant}"
+        return "eager, unchanged" if provider == "eager" else way(provider, self.decision.variant)
+
+    @property
+    def reason(self) -> str:
+        """Why it runs so, beyond the times that stand beside it."""
+        return beyond_times(self.proposal.reason)
 
     @property
     def fused(self) -> bool:

@@ -18,6 +18,7 @@ from shardwright.schemas.plan import AdaptationPlan
 from shardwright.workflows.report.blocks import Block, Code, Document, Figure, Heading, Table, Text, Tiles
 from shardwright.workflows.report.columns import line_up, widths
 from shardwright.workflows.report.plan_content import alternatives_section, cost_section, fusion_section, plan_summary
+from shardwright.workflows.report.plan_verdict import signed_section
 from shardwright.workflows.review.session import ReviewSession
 
 HELP = (
@@ -29,7 +30,14 @@ HELP = (
 def plan_text(plan: AdaptationPlan, width: int | None = None) -> str:
     """The plan with its evidence as plain text for a terminal."""
     return document_text(
-        (*plan_summary(plan), *fusion_section(plan), *cost_section(plan), *alternatives_section(plan)), width
+        (
+            *plan_summary(plan),
+            *signed_section(plan),
+            *fusion_section(plan),
+            *cost_section(plan),
+            *alternatives_section(plan),
+        ),
+        width,
     )
 
 
@@ -54,8 +62,7 @@ def _print(console: Console, block: Block, folded: bool) -> None:
     elif isinstance(block, Text):
         console.print(block.text.replace("`", ""))
     elif isinstance(block, Tiles):
-        for tile in block.tiles:
-            console.print(f"{tile.label}: {tile.value} {tile.note}")
+        _print_table(console, Table(("", "", ""), tuple((tile.label, tile.value, tile.note) for tile in block.tiles)))
     elif isinstance(block, Table) and block.rows and (folded or not block.folded):
         _print_table(console, block)
     elif isinstance(block, Code):

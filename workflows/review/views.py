@@ -16,7 +16,7 @@ from shardwright.workflows.report.plan_content import (
     unfused_ms,
     with_fusions,
 )
-from shardwright.workflows.report.units import duration, size
+from shardwright.workflows.report.plan_verdict import signed_rows, verdict
 from shardwright.workflows.review.cards import Card, cards_of
 from shardwright.workflows.review.figures.front import Point, pareto_front
 from shardwright.workflows.review.figures.memory import moments, waterfall
@@ -165,14 +165,12 @@ class Page:
     @property
     def verdict(self) -> str:
         """The plan in one sentence."""
-        cost, decision = self.plan.evidence.cost, self.plan.decision
-        fits = "fits" if cost.memory.fits else "does not fit"
-        fused = sum(card.fused for card in self.to_decide)
-        return (
-            f"{decision.architecture} {fits} {decision.cluster.world_size} × {decision.cluster.device_name}: "
-            f"{size(cost.memory.reserved_bytes)} of {size(cost.memory.budget_bytes)} a rank, "
-            f"{duration(cost.time.step_ms)} a step, {fused} fused operator{'' if fused == 1 else 's'}."
-        )
+        return verdict(self.plan)
+
+    @property
+    def signed(self) -> tuple[tuple[str, str, bool], ...]:
+        """What an approval covers: name, value, whether the value is code."""
+        return tuple((name, value.strip("`"), value.startswith("`")) for name, value in signed_rows(self.plan))
 
 
 MOST_RIVALS = 40
@@ -228,10 +226,10 @@ def entries(session: ReviewSession) -> tuple[Entry, ...]:
     ]
     accepted = sorted(session.decisions.accepted(plan).values(), key=lambda item: (item.time, item.proposal_id))
     found += [Entry(item.time, item.actor, f"accepted {item.proposal_id}", "", "this plan") for item in accepted]
-    for verdict in session.verdicts():
-        mine = verdict.decision_sha256 == plan.hashes.decision
-        words = "approved the plan" if verdict.verdict == "approve" else "rejected the plan"
-        name = "this plan" if mine else f"plan {verdict.decision_sha256[:12]}…"
-        signed = " · signed" if verdict.hmac_sha256 else ""
-        found.append(Entry(verdict.time, verdict.actor, words + signed, verdict.reason, name))
+    for said in session.verdicts():
+        mine = said.decision_sha256 == plan.hashes.decision
+        words = "approved the plan" if said.verdict == "approve" else "rejected the plan"
+        name = "this plan" if mine else f"plan {said.decision_sha256[:12]}…"
+        signed = " · signed" if said.hmac_sha256 else ""
+        found.append(Entry(said.time, said.actor, words + signed, said.reason, name))
     return tuple(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from shardwright.agents.llm.chat import Chat
 from shardwright.agents.llm.endpoint import endpoint_from, key_of
 from shardwright.agents.llm.probe import probe
 from shardwright.agents.llm.recording import Recorder, Replay
+from shardwright.agents.llm.reply import json_of, read_reply
 from shardwright.agents.llm.scripted import Answer, Raw, Request, in_turn, message, serve
 from shardwright.agents.llm.strict_schema import strict_schema
 from shardwright.agents.llm.wire import OpenAIWire
@@ -85,6 +87,12 @@ def test_repairs_end(talk: Callable[..., Any]) -> None:
     [
         (Raw(b"{not json"), "not-json", 1),
         (Raw(b'{"choices": NaN}'), "not-json", 1),
+        (Raw(b'{"choices": 1e400}'), "not-json", 1),
+        (Raw(b'{"choices": [], "choices": [{"message": {"content": "x"}}]}'), "not-json", 1),
+        (Raw(b'{"usage": ' + b"9" * 5000 + b"}"), "not-json", 1),
+        (Raw(gzip.compress(b"[" + b" " * 50_000_000), headers=(("Content-Encoding", "gzip"),)), "not-json", 1),
+        (Raw(b"<html>", headers=(("Content-Type", "text/html"),)), "not-json", 1),
+        (Raw(b"{}", status=429, headers=(("Retry-After", "86400"),)), "status", 3),
         (Raw(b"[]"), "not-json", 1),
         (Raw(b'{"choices": []}'), "bad-reply", 1),
         (Raw(b'{"choices": [{"message": {"content": {"a": 1}}}]}'), "bad-reply", 1),
@@ -99,11 +107,56 @@ def test_repairs_end(talk: Callable[..., Any]) -> None:
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_a_hostile_server_gives_one_typed_error(talk: Callable[..., Any], answer: Raw, code: str, calls: int) -> None:
-    chat, served = talk(lambda request: answer, reply_bytes=1_000_000, reply_seconds=1.5)
+    chat, served = talk(lambda request: answer, reply_bytes=1_000_000, reply_seconds=3)
     with pytest.raises(LlmError) as caught:
         chat.send(ASK)
     assert caught.value.code == f"advice/{code}"
     assert len(served.requests) == calls
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_no_redirect_is_followed(talk: Callable[..., Any], status: int) -> None:
+    """Neither to a file nor to another server, which would get the prompt."""
+    for_other = []
+    with serve(lambda request: for_other.append(request) or message("caught")) as other:
+        for target in (other.base_url + "/chat/completions", "file:///etc/passwd", "http://169.254.169.254/"):
+            answer = Raw(b"", status=status, headers=(("Location", target),))
+            chat, served = talk(lambda request, answer=answer: answer)
+            with pytest.raises(LlmError, match=f"status.*{status}"):
+                chat.send(ASK)
+            assert len(served.requests) == 1
+    assert for_other == []
+
+
+def test_half_a_character_in_a_reply_can_be_sent_back(talk: Callable[..., Any]) -> None:
+    """JSON can name a lone surrogate; no request could hold it."""
+    right = message('{"pick": "two", "parts": [{"size": 3}]}')
+    chat, served = talk(in_turn([message("no \ud800 idea"), right]))
+    assert chat.ask(ASK, Choice).pick == "two"
+    assert "no ? idea" in served.requests[1]["messages"][-2]["content"]
+
+
+@pytest.mark.parametrize("text", ['{"size": NaN}', '{"size": 1e999}', '{"size": 1, "size": 2}', "[" * 50_000])
+def test_a_models_json_is_read_strictly(text: str) -> None:
+    with pytest.raises((ValueError, RecursionError)):
+        json_of(text)
+
+
+def test_a_count_of_tokens_that_is_none_is_charged_by_size() -> None:
+    body = message("x")
+    body["usage"] = {"prompt_tokens": 10**4000, "completion_tokens": 1}
+    assert read_reply(body).usage is None
+    endpoint = LlmEndpoint(base_url="http://127.0.0.1/v1", model="m", price_in=1.0, price_out=1.0)
+    budget = Budget(endpoint)
+    budget.charge(400, 400, read_reply(body).usage)
+    assert budget.prompt_tokens == 100 and budget.spent() == ""
+
+
+def test_the_environment_tells_a_server_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_ORG_ID", "our-organisation")
+    monkeypatch.setenv("OPENAI_PROJECT_ID", "our-project")
+    wire = OpenAIWire(LlmEndpoint(base_url="http://127.0.0.1:1/v1", model="m"), "key")
+    assert "our-" not in str(dict(wire.client.default_headers))
 
 
 def test_no_server_at_all() -> None:

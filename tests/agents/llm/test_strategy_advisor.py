@@ -12,7 +12,7 @@ import pytest
 
 from shardwright.agents.llm.scripted import in_turn, message
 from shardwright.agents.llm.strategy_advisor import StrategyAdvisor
-from shardwright.agents.strategy.oracle import Pricer
+from shardwright.agents.strategy.pricing import Pricer
 from shardwright.search_spaces.context import SearchContext
 from shardwright.search_spaces.cost import workload
 from shardwright.search_spaces.legality import violations_in

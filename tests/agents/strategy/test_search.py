@@ -15,8 +15,9 @@ from shardwright.agents.strategy.complete import Completion, with_layers
 from shardwright.agents.strategy.explain import unproved_choices
 from shardwright.agents.strategy.infeasible import fits, grown, smallest_world
 from shardwright.agents.strategy.neighbours import neighbours
-from shardwright.agents.strategy.oracle import Priced, Pricer, scan
+from shardwright.agents.strategy.oracle import Priced, scan
 from shardwright.agents.strategy.pareto import dominates, front, objectives
+from shardwright.agents.strategy.pricing import Pricer
 from shardwright.agents.strategy.refine import refine
 from shardwright.agents.strategy.run import SearchResult, run_search
 from shardwright.agents.strategy.study import run_study
@@ -158,19 +159,6 @@ def test_the_front_holds_what_nothing_dominates(build: SimpleNamespace) -> None:
     assert front(tuple(plans[i] for i in sorted(on_front))) == tuple(plans[i] for i in sorted(on_front))
 
 
-def test_further_meshes_are_the_best_of_each(build: SimpleNamespace) -> None:
-    profile, recipe, cluster = build.qwen3_30b(), build.recipe_of(batch=16, tokens=1024), build.load_cluster("h200-8")
-    table = enumerate_plans(SearchContext(profile, recipe, cluster))
-    found = scan(table, Pricer.of(workload(profile, recipe, ()), cluster))
-    first: dict[tuple[Mesh, str], ParallelStrategy] = {}
-    for position in found.ranking[: found.feasible]:
-        plan = table.strategy(int(position))
-        first.setdefault((plan.mesh, plan.base_format), plan)
-    every = tuple(first.values())
-    assert len(every) > 4
-    assert found.meshes(len(every) + 1, ()) == every and found.meshes(2, every[:1]) == every[1:3]
-
-
 def test_ranking_prefers_the_margin_then_time_then_memory(build: SimpleNamespace) -> None:
     profile, recipe, cluster = build.smol(), build.recipe_of(base="float32"), build.load_cluster("cpu-2")
     strategy = legal_strategies(profile, recipe, cluster)[0]
@@ -291,6 +279,30 @@ def test_neighbours_are_legal_and_one_or_two_steps_away(build: SimpleNamespace) 
     assert len({str(one) for one in around}) > 30 and plan not in around[:20]
     for one in around:
         assert violations_in(context, one) == ()
+    assert all(one.global_batch_sequences() == 64 and one.mesh.world_size == 8 for one in around)
+    meshes = {(one.mesh.shard, one.mesh.ep, one.mesh.replicate) for one in around[:60]}
+    assert {(2, 4, 1), (8, 1, 1), (2, 2, 2), (4, 1, 2)} <= meshes, "a factor of 2 from shard or ep to another degree"
+
+
+def test_a_step_keeps_the_micro_batch_or_the_number_of_them(build: SimpleNamespace) -> None:
+    """From shard 4 to cp 2: half as many ranks read sequences, so each has twice as many."""
+    context = SearchContext(build.qwen3_30b(), build.recipe_of(batch=64), build.load_cluster("h200-8"), explore=True)
+    plan = ParallelStrategy(mesh=Mesh(shard=8), micro_batch_sequences=2, accumulation_steps=4)
+    cut = {
+        (one.micro_batch_sequences, one.accumulation_steps)
+        for one in itertools.islice(neighbours(context, plan, ("checkpointing",)), 60)
+        if one.mesh == Mesh(shard=4, cp=2)
+    }
+    assert {(2, 8), (4, 4)} <= cut
+
+
+def test_promising_steps_come_first(build: SimpleNamespace) -> None:
+    context = SearchContext(build.qwen3_30b(), build.recipe_of(batch=64), build.load_cluster("h200-8"), explore=True)
+    plan = ParallelStrategy(mesh=Mesh(shard=8), accumulation_steps=8)
+    wanted = {("offload", "activations"): 1.0, ("prefetch_depth", 2): 2.0}
+    around = neighbours(context, plan, ("checkpointing",), lambda axis, value: wanted.get((axis, value), 3.0))
+    first = list(itertools.islice(around, 2))
+    assert [one.offload for one in first] == ["activations", "none"] and first[1].prefetch_depth == 2
 
 
 def test_exploring_finds_no_slower_plan_and_says_what_does_not_run(build: SimpleNamespace, tmp_path: Path) -> None:

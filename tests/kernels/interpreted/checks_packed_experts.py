@@ -7,7 +7,7 @@ import torch
 
 from shardwright.kernels import interpreter
 from shardwright.kernels.grouped_lora_mlp.contract import Activation, Kind, Layout
-from shardwright.kernels.grouped_lora_mlp.layer import Adapter, Wants, choice_of
+from shardwright.kernels.grouped_lora_mlp.layer import Adapter, Held, Wants, choice_of
 from shardwright.kernels.packed_experts import biased_cases, cases, configs, copies_launch, op, workspace
 from shardwright.kernels.packed_experts.compute import PackedWeights
 from shardwright.kernels.packed_experts.reference import dequantise_reference, packed_experts_reference
@@ -81,7 +81,7 @@ def test_both_ways_agree_with_fp64(kind: Kind, packing: str, interleaved: bool, 
         w = PackedWeights(*stacks, *given, *biases)
         with poisoned_memory():
             near, kept, _ = op.run_forward(choice, w, x, counts, True, dequantise)
-            found = op.run_backward(choice, w, x, counts, kept, dy, Wants(), dequantise=dequantise)
+            found = op.run_backward(choice, w, Held(x, kept), counts, dy, Wants(), dequantise=dequantise)
         ours = [near, found.dx, found.up_a, found.up_b, found.down_a, found.down_b]
         for name, got, right in zip(("y", "dx", "ua", "ub", "da", "db"), ours, exact, strict=True):
             assert got is not None

@@ -21,10 +21,13 @@ interpreter.install()
 from shardwright.kernels.dsa.attention.choose import Measured, choose  # noqa: E402
 from shardwright.kernels.registry import source_sha256  # noqa: E402
 from shardwright.runtime import fused_dsa_layer, fused_dsa_loss  # noqa: E402
+from shardwright.runtime.batch import IGNORE  # noqa: E402
 from shardwright.runtime.experts.balance import LoadMeter  # noqa: E402
 from shardwright.runtime.fuse import fusions_off, install_fusions  # noqa: E402
 from shardwright.runtime.fused_dsa_ways import ways_taken  # noqa: E402
 from shardwright.runtime.lora.linear import LoraLinear  # noqa: E402
+from shardwright.runtime.losses import summed_loss  # noqa: E402
+from shardwright.runtime.reference import reference_step  # noqa: E402
 from shardwright.schemas.errors import KernelError, LegalityError, RecipeError  # noqa: E402
 from shardwright.schemas.fusion import FusionDecision  # noqa: E402
 
@@ -306,6 +309,32 @@ def test_an_indexer_learns_by_its_own_loss_and_nothing_else_does(family: str) ->
     assert once is not None and float(once) > 0 and loss.take() is None
     switches[0].fused = False
     assert not any(".indexer." in name for name in named_gradients(model, two_documents()))
+
+
+def test_documents_of_unequal_length_weigh_by_their_tokens_in_the_reference() -> None:
+    """The reference runs documents one by one; the gradient of the indexers' loss is that of the rows as trained.
+
+    One row holds five tokens, two and padding, the other eight of which none has a label: every token counts alike.
+    """
+    family = "deepseek_v32"
+    model, plain = learning_model(family), learning_model(family)
+    install_fusions(model, (decision(model, family, 0),))
+    ids = torch.arange(B * S).view(B, S) % 50 + 3
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0], list(range(S))])
+    labels = torch.full((B, S), IGNORE)
+    labels[0, :4], labels[0, 5] = ids[0, 1:5], ids[0, 6]
+    rows = torch.stack((ids, labels, positions), 1)
+    loss = loss_of(model, 3.0, 1.0)
+    loss.put_on()
+    (summed_loss(model, rows) / 5).backward()
+    ours = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    leaves = {name: one for name, one in plain.named_parameters() if one.requires_grad}
+    attached = loss.put_on_plain(plain)
+    step = reference_step(plain, leaves, rows, torch.device("cpu"), attached=attached)
+    learned = sorted(name for name in ours if ".indexer." in name)
+    assert len(learned) == 6
+    assert distance([ours[name] for name in learned], [leaves[name].grad for name in learned]) < 1e-4
+    assert step.grad_norm == pytest.approx(float(torch.stack([one.norm() for one in ours.values()]).norm()), rel=1e-4)
 
 
 def test_a_layer_that_learns_runs_sparse_even_where_it_selects_all() -> None:

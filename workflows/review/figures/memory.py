@@ -31,6 +31,8 @@ def waterfall(memory: MemoryReport) -> str:
         f'<svg class="waterfall" viewBox="0 0 {WIDTH} {height}" role="img" xmlns="http://www.w3.org/2000/svg">'
         f"<title>{escape(sentence(memory))}</title>"
     ]
+    limit = LEFT + memory.budget_bytes * scale
+    parts.append(f'<line class="budget" x1="{limit:.1f}" x2="{limit:.1f}" y1="{top - 8}" y2="{height - 6}"/>')
     x = float(LEFT)
     for index, (name, count, origin) in enumerate(rows):
         y, width = top + index * ROW, count * scale
@@ -52,8 +54,6 @@ def waterfall(memory: MemoryReport) -> str:
     inside = LEFT + full > WIDTH - RIGHT - 60
     place = f'x="{LEFT + full - 6:.1f}" text-anchor="end"' if inside else f'x="{LEFT + full + 6:.1f}"'
     parts.append(f'<text class="value strong{" on" if inside else ""}" {place} y="{y + BAR - 3}">{words}</text>')
-    limit = LEFT + memory.budget_bytes * scale
-    parts.append(f'<line class="budget" x1="{limit:.1f}" x2="{limit:.1f}" y1="{top - 8}" y2="{height - 6}"/>')
     parts.append(
         f'<text class="tick" x="{limit:.1f}" y="{top - 13}" text-anchor="end">budget {size(memory.budget_bytes)}</text>'
     )
