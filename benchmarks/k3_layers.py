@@ -244,16 +244,12 @@ def between_projections(ours: DeltaLayer, fla: DeltaLayer, x: Tensor, repeats: i
     with torch.no_grad():
         made = ours.projections(x)
     learning = {path: value.detach().requires_grad_(True) for path, value in made.items()}
-    times: dict[str, list[float]] = {"between": [], "fla_between": []}
-    for _ in range(repeats + 2):
-        for name, layer in (("between", ours), ("fla_between", fla)):
 
-            def one(layer: DeltaLayer = layer) -> None:
-                out = checkpoint(layer.between, learning, x.shape[:2], None, use_reentrant=False)
-                torch.autograd.grad(out, list(learning.values()), torch.ones_like(out))
+    def one(layer: DeltaLayer) -> None:
+        out = checkpoint(layer.between, learning, x.shape[:2], None, use_reentrant=False)
+        torch.autograd.grad(out, list(learning.values()), torch.ones_like(out))
 
-            times[name].append(_timed(one, IN_A_ROW))
-    found = {name: _of(spent[2:], 0) for name, spent in times.items()}
+    found = in_turns({"between": partial(one, ours), "fla_between": partial(one, fla)}, repeats)
     return {
         "kda_between_ms": found["between"].milliseconds,
         "kda_fla_between_ms": found["fla_between"].milliseconds,
@@ -272,22 +268,26 @@ def recurrences(ours: DeltaLayer, x: Tensor, side: Sliced, repeats: int) -> dict
     with torch.no_grad():
         replace(ours, rule=keep)(x, None)
     ((given, settings),) = seen
-    times: dict[str, list[float]] = {"op": [], "fla_op": []}
-    for _ in range(repeats + 2):
-        for name, rule in (("op", ours.rule), ("fla_op", fla_rule)):
-            learning = [one.detach().requires_grad_(True) for one in given[:5]]
 
-            def both(rule: Any = rule, learning: list[Tensor] = learning) -> None:
-                out, _ = rule(*learning, *given[5:], **settings)
-                torch.autograd.grad(out, learning, torch.ones_like(out))
+    def both(rule: Callable[..., tuple[Tensor, Any]]) -> None:
+        learning = [one.detach().requires_grad_(True) for one in given[:5]]
+        out, _ = rule(*learning, *given[5:], **settings)
+        torch.autograd.grad(out, learning, torch.ones_like(out))
 
-            times[name].append(_timed(both, IN_A_ROW))
-    found = {name: _of(spent[2:], 0) for name, spent in times.items()}
+    found = in_turns({"op": partial(both, ours.rule), "fla_op": partial(both, fla_rule)}, repeats)
     return {
         "kda_op_ms": found["op"].milliseconds,
         "kda_fla_op_ms": found["fla_op"].milliseconds,
         "kda_op_ratio": found["fla_op"].milliseconds / found["op"].milliseconds,
     }
+
+
+def in_turns(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, Timed]:
+    """Every run in turn, ``IN_A_ROW`` times between two looks at the clock; the first two rounds are not counted."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for name in [name for _ in range(repeats + 2) for name in runs]:
+        times[name].append(_timed(runs[name], IN_A_ROW))
+    return {name: _of(spent[2:], 0) for name, spent in times.items()}
 
 
 def dsa(tiny: dict[str, Any], tokens: int, repeats: int, dtype: torch.dtype) -> dict[str, float]:

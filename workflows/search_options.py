@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -21,7 +20,7 @@ from shardwright.schemas.run import RunRecord
 from shardwright.schemas.strategy import ParallelStrategy
 from shardwright.schemas.validation import explain
 from shardwright.workflows.request import Request, SearchRequest
-from shardwright.workflows.stages import Decisions, FusedSearch, SearchResult, Stages, told
+from shardwright.workflows.stages import Decisions, Stages, told
 
 Loads = tuple[tuple[float, ...], ...]
 MILLION = 1_000_000
@@ -140,54 +139,7 @@ def stages_with(options: SearchOptions) -> Stages:
     if options.default:
         return Stages()
 
-    def search(
-        profile: CheckpointProfile,
-        recipe: Recipe,
-        cluster: ClusterSpec,
-        targets: tuple[LoraTarget, ...],
-        trials: int,
-        journal: Path,
-        **more: Any,
-    ) -> SearchResult:
-        from shardwright.agents.strategy.run import run_search
-
-        return run_search(
-            profile,
-            recipe,
-            cluster,
-            targets,
-            trials=trials,
-            seed=recipe.seeds.search,
-            journal=journal,
-            calibration=options.calibration,
-            explore=options.explore,
-            loads=options.loads,
-            time_budget_s=options.time_budget_s,
-            may_fuse=True,
-            **more,
-        )
-
-    def search_fused(
-        profile: CheckpointProfile,
-        recipe: Recipe,
-        cluster: ClusterSpec,
-        targets: tuple[LoraTarget, ...],
-        certified: Callable[[ParallelStrategy], Decisions],
-        found: ParallelStrategy,
-    ) -> FusedSearch | None:
-        from shardwright.agents.strategy.as_run import search_fused as again
-
-        return again(
-            profile,
-            recipe,
-            cluster,
-            targets,
-            certified,
-            found,
-            calibration=options.calibration,
-            explore=options.explore,
-            loads=options.loads,
-        )
+    usual, asked = Stages(), {"calibration": options.calibration, "explore": options.explore, "loads": options.loads}
 
     def violations(
         profile: CheckpointProfile, recipe: Recipe, cluster: ClusterSpec, strategy: ParallelStrategy
@@ -217,7 +169,12 @@ def stages_with(options: SearchOptions) -> Stages:
 
     placing = place if options.loads else None
     return replace(
-        Stages(), search=search, search_fused=search_fused, violations=violations, estimate=estimate, place=placing
+        usual,
+        search=partial(usual.search, **asked, time_budget_s=options.time_budget_s),
+        search_fused=partial(usual.search_fused, **asked),
+        violations=violations,
+        estimate=estimate,
+        place=placing,
     )
 
 

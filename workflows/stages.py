@@ -148,10 +148,11 @@ def _search_fused(
     targets: tuple[LoraTarget, ...],
     certified: Callable[[ParallelStrategy], Decisions],
     found: ParallelStrategy,
+    **more: Any,
 ) -> FusedSearch | None:
     from shardwright.agents.strategy.as_run import search_fused
 
-    return search_fused(profile, recipe, cluster, targets, certified, found)
+    return search_fused(profile, recipe, cluster, targets, certified, found, **more)
 
 
 def _advise(

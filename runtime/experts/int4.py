@@ -20,8 +20,8 @@ from shardwright.checkpoints.packing import int4_group
 from shardwright.checkpoints.packing.int4 import VALUES_PER_WORD
 from shardwright.checkpoints.packing.logical import LogicalTensor
 from shardwright.checkpoints.reader import Part, ShardReader
-from shardwright.runtime.load.fills import FILL_BYTES, cut_source
-from shardwright.schemas.errors import CheckpointError, LegalityError
+from shardwright.runtime.load.fills import FILL_BYTES, cut_source, unlike_stack
+from shardwright.schemas.errors import LegalityError
 
 FORMAT = "int4-group"
 SCALES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -129,7 +129,7 @@ def int4_fills(
         logical = names.logical(piece.tensor)
         last = len(logical.shape) - 1
         if piece.axes[row] != last - 1 or piece.axes[column] != last or piece.target[column] != (0, K):
-            raise _layout(name, piece)
+            raise unlike_stack(name, piece, "rows")
         for some in cut_source(piece, FILL_BYTES * 2, (*[1] * last, K)):
             *lead, (start, stop) = some.source
             at = tuple(slice(*some.target[dim]) for dim in (0, row))
@@ -148,13 +148,4 @@ def refused(what: str) -> LegalityError:
     """Weights that cannot stay packed."""
     return LegalityError(
         "base-format", what, where="decision.strategy.base_format", next_action="choose base_format compute"
-    )
-
-
-def _layout(name: str, piece: Piece) -> CheckpointError:
-    return CheckpointError(
-        "packed-layout",
-        f"{piece.tensor} gives {piece.source} for {piece.target}: not whole rows of out × in",
-        where=name,
-        next_action="plan with base_format compute: the weights are then decoded at load",
     )

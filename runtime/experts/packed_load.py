@@ -24,8 +24,7 @@ from shardwright.runtime.experts.int4 import Int4Stack, int4_fills
 from shardwright.runtime.experts.packed import BLOCK, Stack
 from shardwright.runtime.experts.placement import Slots, runs_of
 from shardwright.runtime.load.decode import GROUP, fp8_codes, fp8_parts, mxfp4_codes, mxfp4_parts
-from shardwright.runtime.load.fills import FILL_BYTES, Fill
-from shardwright.schemas.errors import CheckpointError
+from shardwright.runtime.load.fills import FILL_BYTES, Fill, unlike_stack
 
 
 @dataclass(frozen=True)
@@ -148,18 +147,9 @@ def _fill(
         odd = [edge for edge in edges if edge % step]
         whole = piece.target[column] == (0, held.shape[2])
         if piece.axes[row] != last - 1 or piece.axes[column] != last or odd or not whole:
-            raise _layout(name, piece)
+            raise unlike_stack(name, piece, "blocks in rows")
         if not mxfp4 and logical.block[-2:] != (BLOCK, BLOCK):
-            raise _layout(name, piece)
+            raise unlike_stack(name, piece, "blocks in rows")
         places.append(Place(logical, slice(*piece.target[0]), piece.target[row]))
         parts += (mxfp4_parts if mxfp4 else fp8_parts)(reader, logical, piece.source)
     return PackedFill(held, tuple(places), tuple(parts))
-
-
-def _layout(name: str, piece: Piece) -> CheckpointError:
-    return CheckpointError(
-        "packed-layout",
-        f"{piece.tensor} gives {piece.source} for {piece.target}: not whole blocks in rows of out × in",
-        where=name,
-        next_action="plan with base_format compute: the weights are then decoded at load",
-    )

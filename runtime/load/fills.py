@@ -136,6 +136,16 @@ def require_one_dtype(dtypes: Sequence[str], where: str) -> torch.dtype:
     return found
 
 
+def unlike_stack(name: str, piece: Piece, needed: str) -> CheckpointError:
+    """A file tensor whose part of a stack cannot stay packed."""
+    return CheckpointError(
+        "packed-layout",
+        f"{piece.tensor} gives {piece.source} for {piece.target}: not whole {needed} of out × in",
+        where=name,
+        next_action="plan with base_format compute: the weights are then decoded at load",
+    )
+
+
 def all_finite(value: Tensor) -> Tensor:
     """Whether all values are finite, 0-dim bool; the least and the largest tell, for both carry NaN on."""
     if not value.numel() or not value.is_floating_point() or value.dtype.itemsize < 2:

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.schemas.errors import CheckFailed
-from shardwright.schemas.run import WayTaken
+from shardwright.schemas.run import LoadFacts, WayTaken
 from shardwright.workflows.policy import evaluate
 from shardwright.workflows.report import svg
-from shardwright.workflows.report.blocks import Code, Text
+from shardwright.workflows.report.blocks import Code, Table, Text
 from shardwright.workflows.report.html import html_plan, html_report
 from shardwright.workflows.report.junit import junit
 from shardwright.workflows.report.markdown import markdown_plan, markdown_report, render
+from shardwright.workflows.report.run_content import load_section
 from shardwright.workflows.report.units import change, duration, off_by, size
 from shardwright.workflows.runs import load_record
 
@@ -209,3 +210,16 @@ def test_tables_wider_than_the_page_scroll_by_keyboard(finished) -> None:
     page = html_plan(finished.plan)
     tables = re.findall(r'<div class="wide"([^>]*)>', page)
     assert tables and all(re.search(r'tabindex="0" role="group" aria-label="[^"]+"', words) for words in tables)
+
+
+@pytest.mark.parametrize(
+    ("readers", "told"), [(3, "3 reading threads a rank, buffers of 160 MiB"), (0, "tensors, peak")]
+)
+def test_how_weights_were_read(record, readers: int, told: str) -> None:
+    """Threads and buffers of a load; a record from before they were counted names none."""
+    load = LoadFacts(
+        bytes_read=1 << 30, seconds=2.0, tensors=7, peak_host_bytes=1 << 29, readers=readers, staging_bytes=160 << 20
+    )
+    blocks = load_section(record.model_copy(update={"load": load}))
+    (row,) = [row for block in blocks if isinstance(block, Table) for row in block.rows if row[0] == "weights read"]
+    assert told in str(row[1]) and ("reading" in str(row[1])) is bool(readers)

@@ -235,7 +235,9 @@ def load_section(record: RunRecord) -> Document:
     rows = [("device", record.device), ("ranks", str(record.world_size)), ("versions", versions)]
     if record.load is not None:
         read = f"{size(record.load.bytes_read)} in {record.load.seconds:.3g} s, {count(record.load.tensors)} tensors"
-        rows.append(("weights read", f"{read}, peak host memory {size(record.load.peak_host_bytes)}"))
+        by = f"{plural(record.load.readers, 'reading thread')} a rank, buffers of {size(record.load.staging_bytes)}"
+        ahead = f", {by}" if record.load.readers else ""
+        rows.append(("weights read", f"{read}{ahead}, peak host memory {size(record.load.peak_host_bytes)}"))
     blocks: list[Block] = [Heading("The run"), Table(("", ""), tuple(rows))]
     loads = tuple(
         (
