@@ -59,11 +59,23 @@ class Device:
             return int(torch.cuda.max_memory_allocated(self.torch_device))
         return peak_host_bytes()
 
-    def reset_peak_memory(self) -> None:
-        """Give free memory back and count the peak anew, so that a check's own memory is not the run's."""
+    def release(self) -> None:
+        """Give back what nothing uses: modules that refer to themselves keep their weights until Python looks."""
         gc.collect()
         if self.kind == "cuda":
             torch.cuda.empty_cache()
+
+    def free_bytes(self) -> int:
+        """Memory that this rank could still take, bytes, after :meth:`release`."""
+        self.release()
+        if self.kind == "cuda":
+            return int(torch.cuda.mem_get_info(self.torch_device)[0])
+        return available_host_bytes()
+
+    def reset_peak_memory(self) -> None:
+        """Give free memory back and count the peak anew, so that a check's own memory is not the run's."""
+        self.release()
+        if self.kind == "cuda":
             torch.cuda.reset_peak_memory_stats(self.torch_device)
         else:
             reset_peak_host()

@@ -23,11 +23,20 @@ LASTING = {
     errno.EPERM: ("not-permitted", "correct owner or permissions, then `shardwright resume`"),
 }
 """System errors that a restart meets again."""
+NO_MEMORY = "OutOfMemoryError"
+"""The name of torch's error, which may not be imported here."""
 
 
-def lasting(error: OSError, run_dir: Path) -> RunError | None:
-    """The typed error of a system error that no restart mends; ``None`` for one that may pass."""
-    if error.errno not in LASTING:
+def lasting(error: Exception, run_dir: Path) -> RunError | None:
+    """The typed error of one that no restart mends, memory that ran out among them; ``None`` for one that may pass."""
+    if isinstance(error, MemoryError) or type(error).__name__ == NO_MEMORY:
+        return RunError(
+            "out-of-memory",
+            (str(error) or "the host gave no more memory").splitlines()[0],
+            where=str(run_dir),
+            next_action="a restart would meet it again: plan for more ranks or devices with more memory",
+        )
+    if not isinstance(error, OSError) or error.errno not in LASTING:
         return None
     code, next_action = LASTING[error.errno]
     where = error.filename if isinstance(error.filename, (str, bytes, os.PathLike)) else run_dir

@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ShardwrightError as error:
         record_failure(options.run_dir, error)
         return int(error.exit_code)
-    except OSError as error:
+    except (OSError, MemoryError, RuntimeError) as error:
         found = lasting(error, options.run_dir)
         if found is None:
             raise

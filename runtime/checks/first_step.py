@@ -13,6 +13,8 @@ from shardwright.runtime.checks.documents import documents_apart
 from shardwright.runtime.checks.fusions import fusions_equal
 from shardwright.runtime.checks.layers import layers_equal
 from shardwright.runtime.checks.load import all_loaded, same_loss
+from shardwright.runtime.checks.memory import check_guard
+from shardwright.runtime.checks.room import whole_model_fits
 from shardwright.runtime.checks.step import (
     adapters_moved,
     base_digests,
@@ -22,7 +24,6 @@ from shardwright.runtime.checks.step import (
     replicas_agree,
     same_norm,
 )
-from shardwright.runtime.device import available_host_bytes
 from shardwright.runtime.images import share_images
 from shardwright.runtime.lora.init import initial_box
 from shardwright.runtime.lora.inject import adapter_names, adapter_shapes
@@ -32,9 +33,6 @@ from shardwright.runtime.parallelize import DTYPES
 from shardwright.runtime.reference import ReferenceStep, add_plain_lora, load_plain, reference_step
 from shardwright.runtime.train import Gradient, Trainer
 from shardwright.schemas.run import CheckResult
-
-WHOLE_MODEL_SHARE = 0.5
-"""The plain model is run whole where its weights take at most this share of the host memory that is free."""
 
 
 class FirstStep:
@@ -49,7 +47,15 @@ class FirstStep:
         self.b_before: dict[str, Tensor] = {}
 
     def before(self) -> tuple[CheckResult, ...]:
-        """After load: everything finite. Then the reference of the first batch, in one process, where it fits."""
+        """After load: everything finite. Then the reference of the first batch, in one process, where it fits.
+
+        Raises:
+            RunError: ``check-out-of-memory``, ``check-no-room``; and as a training step.
+        """
+        with check_guard(self.trainer.device, "the loaded model was checked"):
+            return self._before()
+
+    def _before(self) -> tuple[CheckResult, ...]:
         loaded = all_loaded(self.live.model)
         sound = on_all(loaded.passed)
         self.base_before = self._base()
@@ -71,16 +77,19 @@ class FirstStep:
 
     def _whole_fits(self) -> bool:
         parameters = sum(torch.Size(shape).numel() for shape in self.live.files.names.shapes.values())
-        needed, free = parameters * DTYPES[self.base].itemsize, available_host_bytes()
-        fits = needed <= WHOLE_MODEL_SHARE * free
-        say(
-            f"reference: the plain model takes {needed / 1e9:.2f} GB of {free / 1e9:.2f} GB free host memory, "
-            + ("it is run whole" if fits else "each kind of layer is compared alone")
-        )
+        fits, why = whole_model_fits(parameters * DTYPES[self.base].itemsize, self.trainer.device)
+        say(f"reference: {why}, {'it is run whole' if fits else 'each kind of layer is compared alone'}")
         return fits
 
     def _reference(self) -> ReferenceStep:
         """Plain transformers and plain LoRA over the first global batch; other ranks wait, so all cores are used."""
+        try:
+            with check_guard(self.trainer.device, "the whole plain model ran"):
+                return self._plain_step()
+        finally:
+            self.trainer.device.release()
+
+    def _plain_step(self) -> ReferenceStep:
         files, decision = self.live.files, self.trainer.plan.decision
         device = self.trainer.device.torch_device
         threads = torch.get_num_threads()

@@ -38,6 +38,28 @@ def memory_guard(
         raise out_of_memory(plan, device, moment, error, held()) from error
 
 
+@contextmanager
+def check_guard(device: Device, doing: str) -> Iterator[None]:
+    """Inside the block an allocator's error becomes the typed one of a check, which runs beside the loaded model.
+
+    Args:
+        doing: what was compared, as in "memory ran out while ...".
+
+    Raises:
+        RunError: ``check-out-of-memory``; the same check would meet it again after a restart.
+    """
+    try:
+        yield
+    except OUT_OF_MEMORY as error:
+        raise RunError(
+            "check-out-of-memory",
+            f"memory ran out while {doing}, {_size(device.peak_memory_bytes())} in use: {_said(error)}",
+            where=f"device {device.name}, checks before the first step",
+            next_action="choose a plan that keeps less on a device (more ranks, experts packed), or devices with more "
+            "memory: what cannot be compared is not trained",
+        ) from error
+
+
 def nearest_alternative(plan: AdaptationPlan, grown: int = 0) -> Alternative | None:
     """The fastest feasible alternative that reserves less than the plan, and fits with ``grown`` bytes on top."""
     memory = plan.evidence.cost.memory
@@ -72,14 +94,17 @@ def out_of_memory(
         if grown
         else "no component is above its prediction: the device gave less than the plan's budget"
     )
-    said = str(cause).splitlines()[0][:200] if str(cause) else type(cause).__name__
     return RunError(
         "out-of-memory",
         f"memory ran out in {moment}: {_size(in_use)} were in use, the plan predicted {_size(predicted)}; {grew} "
-        f"(found/predicted: {_table(usage)}). {said}",
+        f"(found/predicted: {_table(usage)}). {_said(cause)}",
         where=f"device {device.name}, moment {moment}, component {worst.name if grown else 'none'}",
         next_action=_action(plan, grown),
     )
+
+
+def _said(cause: BaseException) -> str:
+    return str(cause).splitlines()[0][:200] if str(cause) else type(cause).__name__
 
 
 def _action(plan: AdaptationPlan, grown: int) -> str:

@@ -167,9 +167,9 @@ def test_wrong_forward_ends_with_9(
 def test_layers_stand_in_where_the_model_does_not_fit(
     tiny: Any, qwen: Any, make_job: Any, strategy: Any, single_rank: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardwright.runtime.checks import first_step
+    from shardwright.runtime.checks import room
 
-    monkeypatch.setattr(first_step, "available_host_bytes", lambda: 1)
+    monkeypatch.setattr(room, "WHOLE_MODEL_SHARE", 0.0)
     recipe = {"schedule": {"steps": 1}, "lora": {"targets": ["attention", "experts", "dense_mlp"]}}
     job = make_job(qwen, strategy(), recipe=recipe)
     assert single_rank(job) == 0
