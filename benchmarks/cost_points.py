@@ -43,6 +43,7 @@ from points_shapes import SHAPES, Point, points, tiny_points
 from torch import Tensor
 
 from shardwright.runtime.experts.balance import max_over_mean
+from shardwright.runtime.garbage import collected_between_steps
 from shardwright.runtime.launch.allocator import EXPANDABLE, allocator_setting, choose_allocator
 from shardwright.schemas.bench import BenchLine
 from shardwright.schemas.errors import ShardwrightError
@@ -108,7 +109,7 @@ class Meter:
 
 
 def measure(side: Side, point: Point, meter: Meter, steps: int = STEPS) -> dict[str, float]:
-    """Steps of one point."""
+    """Steps of one point, collections of cycles between them, as a run has it."""
     vocabulary = point.hf_config().vocab_size
     shape = (point.batch, point.tokens)
     ids = torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0))
@@ -116,7 +117,7 @@ def measure(side: Side, point: Point, meter: Meter, steps: int = STEPS) -> dict[
     moved: Tensor = ids.to(device)
     meter.reset()
     weights, times, hottest = meter.allocated(), [], 0.0
-    with Recomputed(side, point.how):
+    with Recomputed(side, point.how), collected_between_steps() as garbage:
         for number in range(WARMUP + steps):
             if number == WARMUP and meter.cuda:
                 torch.cuda.reset_peak_memory_stats()
@@ -124,6 +125,7 @@ def measure(side: Side, point: Point, meter: Meter, steps: int = STEPS) -> dict[
             loads = side.gradient(moved)
             side.apply()
             times.append(meter.now() - began)
+            garbage.step()
             hottest = max(hottest, max_over_mean(loads))
     found = meter.peaks()
     side.optimizer.clear()

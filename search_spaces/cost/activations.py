@@ -259,14 +259,18 @@ def backward_workspace_bytes(
 ) -> Any:
     """Gradients alive at once inside the backward of one layer, beyond everything that the layer keeps.
 
-    In the MLP's part two hidden gradients; for experts see :func:`routed_backward_bytes`; for a dense MLP d(gate, up)
-    and, where eager, the gradient of their product. In attention's part its own, when what stands behind it in the
-    layer is free already.
+    In the MLP's part two hidden gradients, or one where one operator is the whole layer and no shared experts have
+    given theirs (it is handed the residual stream's own); for experts see :func:`routed_backward_bytes`, and where the
+    layer is recomputed that operator also lets its tokens go; for a dense MLP d(gate, up) and, where eager, the
+    gradient of their product. In attention's part its own, when what stands behind it in the layer is free already.
     """
-    b = work.base_bytes
+    b, hidden = work.base_bytes, tokens * work.base_bytes * work.hidden
+    whole = layer.routed and fused.kernel("experts") == "moe_layer"
     routed = routed_backward_bytes(work, layer, rows, fused, expert_tp, recomputed) if layer.routed else 0
+    let_go = np.where(recomputed, hidden, 0.0) if whole and not layer.adapters.mlp_in else 0.0
     inner = 3 if fused.provider("swiglu") == "eager" and not layer.routed else 2
-    mlp = tokens * b * (2 * work.hidden + inner * layer.mlp_width) + routed
+    gradients = hidden * (1 if whole and not layer.mlp_width else 2) + tokens * b * inner * layer.mlp_width
+    mlp = gradients + np.maximum(routed - let_go, 0.0)
     attention = tokens * (attention_workspace_bytes(work, layer, fused, True) + 2 * b * work.hidden)
     return np.maximum(mlp, attention - after_attention_bytes(work, layer, fused, tokens, kept))
 
@@ -292,9 +296,14 @@ def routed_backward_bytes(
     return rows * work.base_bytes * ((1 if whole else 2) * row + ranks - freed)
 
 
-def routed_forward_bytes(work: Workload, rows: Any, fused: FusedProviders) -> Any:
-    """Gathered rows and their result, or the result alone where one operator is the whole layer."""
-    return (1 if fused.kernel("experts") == "moe_layer" else 2) * rows * work.base_bytes * work.row_width
+def routed_forward_bytes(work: Workload, layer: LayerWork, rows: Any, fused: FusedProviders, expert_tp: Any = 1) -> Any:
+    """Gathered rows and their result; where one operator is the whole layer the result, and the activation's that
+    nobody keeps without adapters."""
+    b, inner = work.base_bytes, work.profile.shape.expert_intermediate_size / expert_tp
+    if fused.kernel("experts") != "moe_layer":
+        return 2 * rows * b * work.row_width
+    adapted = layer.adapters.experts_in or layer.adapters.experts_out
+    return rows * b * (work.row_width + (0 if adapted else inner))
 
 
 def recomputing_workspace_bytes(work: Workload, layer: LayerWork, fused: FusedProviders, tokens: Any, kept: Any) -> Any:
@@ -303,9 +312,22 @@ def recomputing_workspace_bytes(work: Workload, layer: LayerWork, fused: FusedPr
     return np.maximum(0.0, again - after_attention_bytes(work, layer, fused, tokens, kept))
 
 
-def forward_workspace_bytes(work: Workload, layer: LayerWork, tokens: Any, rows: Any, fused: FusedProviders) -> Any:
-    """Temporaries of one layer's forward: of attention, or gathered rows and their result, or the MLP's product."""
+def forward_workspace_bytes(
+    work: Workload, layer: LayerWork, tokens: Any, rows: Any, fused: FusedProviders, expert_tp: Any = 1, kept: Any = 0.0
+) -> Any:
+    """Temporaries of one layer's forward: of attention, or gathered rows and their result, or the MLP's product.
+
+    Args:
+        kept: what the layer keeps of its own. While attention's temporaries are there, what stands behind it in the
+            layer is not kept yet, nor under an unfused indexer attention's mask and its result.
+    """
     b = work.base_bytes
-    routed = routed_forward_bytes(work, rows, fused) if layer.routed else 0
-    attention = attention_workspace_bytes(work, layer, fused, False)
-    return np.maximum(tokens * b * (work.hidden + layer.mlp_width) + routed, tokens * attention)
+    routed = routed_forward_bytes(work, layer, rows, fused, expert_tp) if layer.routed else 0
+    attention = tokens * attention_workspace_bytes(work, layer, fused, False)
+    behind = np.maximum(0.0, after_attention_bytes(work, layer, fused, tokens, kept))
+    if layer.kind.attention == "dsa" and work.latent(layer) and fused.provider("dsa") == "eager":
+        shape = work.profile.shape
+        result = shape.num_attention_heads * shape.v_head_dim * (2 if layer.adapters.attention_out else 1)
+        behind = behind + tokens * b * (work.recipe.batch.sequence_tokens + result)
+    behind = np.minimum(behind, kept)
+    return np.maximum(tokens * b * (work.hidden + layer.mlp_width) + routed, attention - behind)

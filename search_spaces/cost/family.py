@@ -31,6 +31,11 @@ Moved = tuple[float, float]
 NOTHING: tuple[Moved, Moved] = ((0.0, 0.0), (0.0, 0.0))
 
 
+def has_snapshots(work: Workload) -> bool:
+    """Whether layers mix snapshots, so that what a layer is given is not what its first norm reads."""
+    return work.profile.model_type in SNAPSHOT_LAYERS
+
+
 def gate_cost(work: Workload, fused: FusedProviders, tokens: int, width: int) -> OpCost:
     """The gate of a dense feed-forward, ``[tokens, width]``."""
     op = FAMILY_GATES.get(work.profile.model_type, "swiglu")

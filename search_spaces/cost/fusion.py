@@ -14,6 +14,9 @@ from shardwright.search_spaces.providers import PROVIDERS, provider_cost
 HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
 """Module names of norms over one head's width."""
 
+LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
+"""Module names of norms over a compressed width."""
+
 
 @dataclass(frozen=True)
 class FusedProviders:
@@ -50,7 +53,7 @@ class FusedProviders:
     def norms(self, layers: int) -> dict[str, float]:
         """The two norms of hidden width in a layer, shared out: ``add_rms_norm``, ``rms_norm``, ``eager``.
 
-        Per-head norms of q and k are not among them.
+        Norms over heads and over what is compressed are not among them.
         """
         added = min(2.0, self._hidden_norms("add_rms_norm") / layers)
         alone = min(2.0 - added, self._hidden_norms("rms_norm") / layers)
@@ -70,7 +73,7 @@ class FusedProviders:
 
     def _hidden_norms(self, op: str) -> int:
         modules = self.chosen[op][1] if op in self.chosen else ()
-        return sum(1 for module in modules if not module.endswith(HEAD_NORMS))
+        return sum(1 for module in modules if not module.endswith((*HEAD_NORMS, *LATENT_NORMS)))
 
     def cost(self, op: str, shape: dict[str, int], dtype: str) -> OpCost:
         """Work of the chosen provider: its kernel's own cost, or that of eager or compile."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright.schemas.ops import OpCost, PassCost
+from shardwright.search_spaces.cost.activations import adapter_copies_bytes
 from shardwright.search_spaces.cost.attention_time import attention_time
 from shardwright.search_spaces.cost.compute import (
     ADAPTER_GRADIENT_SHARE,
@@ -68,6 +69,10 @@ class LayerTime:
     """Of them those of an unfused linear attention."""
     received_launches: tuple[float, float] = (0.0, 0.0)
     """Besides, where the rows of experts have travelled."""
+    ends_early: float = 0.0
+    """Share of the experts' forward that a recomputation leaves out, with the sums behind it."""
+    saved_launches: float = 0.0
+    """Besides, in each forward of a recomputed layer: what an unfused linear attention saves."""
 
     @property
     def behind_attention(self) -> LayerTime:
@@ -79,6 +84,13 @@ class LayerTime:
     @property
     def forward(self) -> Array:
         return sum((forward for forward, _ in self.terms.values()), start=np.zeros(()))
+
+    @property
+    def recomputed(self) -> Array:
+        """Of a forward, what is run again: a checkpoint's recomputation ends with the last tensor that is read."""
+        if not self.ends_early:
+            return self.forward
+        return self.forward - self.ends_early * self.terms["experts"][0] - self.terms["expert_rows"][0]
 
     @property
     def backward(self) -> Array:
@@ -94,7 +106,7 @@ def layer_time(
         "attention": attention_time(work, layer, plans, rates, fused, tokens),
         "norms": _norms(work, rates, fused, tokens),
         "residual_and_rotary": _elementwise(work, layer, rates, fused, tokens),
-        "adapters": _adapters(work, layer, rates, fused, tokens, rows),
+        "adapters": _with_casts(work, layer, plans, rates, _adapters(work, layer, rates, fused, tokens, rows)),
     }
     if layer.routed:
         terms["experts"] = _experts(work, layer, plans, rates, fused, rows)
@@ -103,7 +115,16 @@ def layer_time(
         packed = rates.traffic_s(dequantised_bytes(work, layer, plans, rows))
         terms["dequantise"] = packed, packed
     counted = launches_of(work, layer, fused, _norm_costs(work, fused, COUNTED_ROWS))
-    return LayerTime(terms, counted.layer, counted.attention, counted.received)
+    early = _left_out(work, layer, fused)
+    return LayerTime(terms, counted.layer, counted.attention, counted.received, early, counted.saved)
+
+
+def _left_out(work: Workload, layer: LayerWork, fused: FusedProviders) -> float:
+    """The down product's share of the experts where one operator is the whole layer, whose backward reads nothing of
+    what that product gives; shared experts run before it (``runtime/experts/shared.py``)."""
+    if not layer.routed or fused.kernel("experts") != "moe_layer":
+        return 0.0
+    return 1 / 3 if work.profile.shape.gated_mlp else 1 / 2
 
 
 def _passes(cost: OpCost) -> tuple[PassCost, PassCost]:
@@ -218,6 +239,13 @@ def _adapters(
         own + rates.gemm_s(flops, rows * (moved[0] - fixed[0]) + stacks, tokens),
         2 * own + rates.gemm_s(2 * flops, (rows * (moved[1] - fixed[1]) + 2 * stacks) / ADAPTER_GRADIENT_SHARE, tokens),
     )
+
+
+def _with_casts(work: Workload, layer: LayerWork, plans: Plans, rates: Rates, own: Pair) -> Pair:
+    """Where no gather brings an adapter to the computed dtype, each pass does, its gradients the other way."""
+    copied = adapter_copies_bytes(work, layer, plans) / work.base_bytes
+    moved = rates.traffic_s(copied * (work.base_bytes + work.adapter_bytes))
+    return own[0] + moved, own[1] + moved
 
 
 def _experts(work: Workload, layer: LayerWork, plans: Plans, rates: Rates, fused: FusedProviders, rows: Array) -> Pair:

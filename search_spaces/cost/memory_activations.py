@@ -13,7 +13,7 @@ import numpy as np
 
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.ops import EvidenceOrigin
-from shardwright.search_spaces.cost import activations, context
+from shardwright.search_spaces.cost import activations, context, family
 from shardwright.search_spaces.cost.fusion import FusedProviders
 from shardwright.search_spaces.cost.memory_terms import HOST_SHARE, KEPT, PASSES, Stage, Terms, rows_of
 from shardwright.search_spaces.cost.memory_weights import adapter_shard
@@ -84,7 +84,7 @@ def add_activations(
     for layer, again in zip(work.layers, plans.recomputed, strict=True):
         kept = kept_bytes(work, layer, plans, fused, tokens)
         inputs = activations.checkpoint_bytes(work, layer, fused, tokens)
-        recomputed = np.maximum(recomputed, np.where(again > 0, kept, 0.0))
+        recomputed = np.maximum(recomputed, np.where(again > 0, kept - _kept_input(work, fused, tokens), 0.0))
         largest = np.maximum(largest, np.where(again < layer.count, kept, inputs))
     away = plans.offloads("activations")
     room = HOST_SHARE * cluster.host.memory_bytes / cluster.devices_per_node
@@ -101,23 +101,32 @@ def add_activations(
             found = np.maximum(found, size)
         return found
 
-    forward = most(activations.forward_workspace_bytes(work, one, tokens, rows, fused) for one in work.layers)
-    together = np.zeros(len(plans))
+    forward, together = np.zeros(len(plans)), np.zeros(len(plans))
     for layer, again in zip(work.layers, plans.recomputed, strict=True):
         kept = kept_bytes(work, layer, plans, fused, tokens)
+        held = np.where((again == 0) & (layer.silent == 0), kept, 0.0)
+        passing = activations.forward_workspace_bytes(work, layer, tokens, rows, fused, plans.expert_tp, held)
+        forward, kept = np.maximum(forward, passing), kept - np.where(again > 0, _kept_input(work, fused, tokens), 0.0)
         own = activations.backward_workspace_bytes(work, layer, tokens, rows, fused, kept, plans.expert_tp, again > 0)
         repeated = activations.recomputing_workspace_bytes(work, layer, fused, tokens, kept)
         together = np.maximum(together, np.where(again > 0, kept + np.maximum(own, repeated), own))
-    backward = np.maximum(together - recomputed - free, 0.0)
+    backward = np.maximum(together - recomputed - free - root, 0.0)
     terms.add("forward_workspace", forward, ("forward_peak",), "T·b·(H + I_dense) + 2·R·b·H, or attention's own")
     formula = (
-        "T·b·(2·H + 3·I_dense) + R·b·(2·I + 2·H), less where kernels overwrite, or attention's own; beyond flat weights"
+        "T·b·(2·H + 3·I_dense) + R·b·(2·I + 2·H), less where kernels overwrite, or attention's own; beyond flat "
+        "weights and the last hidden states, which are free by then"
     )
     terms.add("backward_workspace", backward, ("backward_peak",), formula)
     gathered = np.where(plans.tp > 1, 2 * tokens * plans.tp * work.base_bytes * work.hidden, 0.0)
     terms.add("gathered_tokens", gathered, PASSES, "2·b·H·T·t: a block's input and output over the TP group")
     shared = most(context.held_bytes(work, layer, plans, fused, tokens) for layer in work.layers)
     terms.add("context_buffers", shared, PASSES, "keys and values of two neighbours, what is gathered, or states")
+
+
+def _kept_input(work: Workload, fused: FusedProviders, tokens: Array) -> Array:
+    """A layer's input where its first norm keeps just that: a recomputed layer has it in any case."""
+    own = fused.norms(work.profile.shape.num_layers)["eager"] < 1 and not family.has_snapshots(work)
+    return np.asarray(tokens * work.base_bytes * work.hidden if own else np.zeros_like(tokens))
 
 
 def _gradients_in_backward(terms: Terms, work: Workload, plans: Plans, stage: Stage, saved: Array) -> None:
@@ -149,7 +158,9 @@ def add_dispatch(terms: Terms, work: Workload, plans: Plans, fused: FusedProvide
     formula = (
         "b·H·(T·K sent + N received + R/c_k of one chunk grouped by expert, R with padding) beyond the experts' own"
     )
-    forward = activations.routed_forward_bytes(work, rows, fused)
+    forward = np.min(
+        [activations.routed_forward_bytes(work, one, rows, fused, plans.expert_tp) for one, _ in routed], 0
+    )
     own = [
         activations.routed_backward_bytes(work, one, rows, fused, plans.expert_tp, again > 0) for one, again in routed
     ]

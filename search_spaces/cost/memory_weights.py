@@ -57,6 +57,11 @@ def expert_base_bytes(work: Workload, plans: Plans, layers: Array | float = 1.0)
     return layers * expert_bytes(work, plans) * (padded + copies / (plans.expert_tp * plans.expert_shards))
 
 
+LIBRARY_WORKSPACES = 2 * 32 * 2**20
+"""What torch allocates for cuBLAS, by thread and stream: on one H200 as much stands, to the byte, before the first step
+of a second point on a built model and not before that of the first."""
+
+
 def add_static(terms: Terms, work: Workload, cluster: ClusterSpec, plans: Plans, stage: Stage) -> None:
     """Frozen base, adapters, their gradients and optimizer state."""
     a = work.adapter_bytes
@@ -88,6 +93,10 @@ def add_static(terms: Terms, work: Workload, cluster: ClusterSpec, plans: Plans,
     copies = np.where(away, 3.0, 1.0 if cluster.device.type == "cpu" else 0.0)
     formula = "copies of local adapters: one by a foreach update, none by a fused one, three with the state on the host"
     terms.add("optimizer_temporaries", a * local * copies, ("optimizer_step",), formula, always=True)
+    products = float(LIBRARY_WORKSPACES) if cluster.device.type == "cuda" else 0.0
+    terms.add(
+        "library_workspaces", products, STEP, "cuBLAS's, one for forward's thread and one for backward's", "measured"
+    )
 
 
 def add_gathers(terms: Terms, work: Workload, cluster: ClusterSpec, plans: Plans, stage: Stage) -> Array:

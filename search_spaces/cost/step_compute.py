@@ -16,6 +16,7 @@ from shardwright.search_spaces.cost.memory_weights import adapter_shard
 from shardwright.search_spaces.cost.plans import Array, per_value
 
 if TYPE_CHECKING:
+    from shardwright.schemas.ops import PassCost
     from shardwright.search_spaces.cost.layer_time import LayerTime
     from shardwright.search_spaces.cost.step import Step
 
@@ -59,8 +60,11 @@ def layers_compute(step: Step, layers: list[LayerTime]) -> None:
     sums: dict[str, Array] = {}
     for position, (layer, one) in enumerate(zip(step.work.layers, layers, strict=True)):
         host, cut = waits(step, one, layer.routed), one.behind_attention
-        saving = replace(one, launches=(one.launches[0] + SAVED_LAUNCHES, one.launches[1]))
-        saved_host = waits(step, saving, layer.routed)
+        first_pass = one.launches[0] + SAVED_LAUNCHES
+        whole, bare = (
+            waits(step, replace(one, launches=(first_pass + more, one.launches[1])), layer.routed).forward
+            for more in (one.saved_launches, 0.0)
+        )
         cut_host = waits(step, cut, layer.routed)
         first = 1 / layer.count if layer.headless else 0.0
         live = 1 - layer.silent / layer.count
@@ -68,13 +72,14 @@ def layers_compute(step: Step, layers: list[LayerTime]) -> None:
             for name, (forward, backward) in one.terms.items():
                 back = live - (first if name not in cut.terms else 0.0)
                 sums[name] = sums.get(name, 0.0) + count * (forward + back * backward)
-            recompute = recompute + (count * live * one.forward if again else 0.0)
+            recompute = recompute + (count * live * one.recomputed if again else 0.0)
             backward = (live - first) * host.backward + first * cut_host.backward
-            forward = (1 + live) * saved_host.forward if again else host.forward
+            forward = 2 * (live - first) * whole + (1 - live + 2 * first) * bare if again else host.forward
             step.launching_s = step.launching_s + count * (forward + backward)
     for name, seconds in sums.items():
         step.add(name, seconds, "compute", FORMULAS[name], step.rates.origin(CURVES.get(name, "copy_bytes_per_s")))
-    step.add("recompute", recompute, "compute", "the forward of recomputed layers again")
+    formula = "the forward of recomputed layers again, up to the last tensor that a backward reads"
+    step.add("recompute", recompute, "compute", formula)
 
 
 def head_and_loss(step: Step) -> None:
@@ -87,19 +92,38 @@ def head_and_loss(step: Step) -> None:
         )
         found: list[float] = []
         for one in (cost.forward, cost.backward):
-            found += [one.flops, one.bytes_read + one.bytes_written, one.launches] if one else [0.0, 0.0, 0.0]
+            if one is None:
+                found += [0.0] * 4
+                continue
+            products = head_product_bytes(one, cost.forward.workspace_bytes, work.base_bytes, **cost.shape)
+            beside = max(0.0, one.bytes_read + one.bytes_written - products)
+            found += [one.flops, products, beside, one.launches]
         return tuple(found)
 
     numbers = per_value(step.tokens, counted)
     mixed, kernels = last_mix_moves(work, step.fused)
     seconds = np.zeros(len(step.plans))
-    for at, (flops, moved, launches) in enumerate((numbers[:3], numbers[3:])):
-        spent = step.rates.gemm_s(flops, 0.0 * flops, step.tokens) + step.rates.traffic_s(moved)
+    for at, (flops, products, beside, launches) in enumerate((numbers[:4], numbers[4:])):
+        spent = step.rates.gemm_s(flops, products, step.tokens) + step.rates.traffic_s(beside)
         spent = spent + step.rates.chain_s(mixed[at] * step.tokens)
         launches = launches + kernels[at]
         step.launching_s = step.launching_s + step.m * step.wait_s(spent, launches)
         seconds = seconds + spent
-    step.add("head_and_loss", step.m * seconds, "compute", "4·T·H·V flops and the logits' passes through memory")
+    formula = "4·T·H·V flops, and the logits' passes through memory beside the products' own"
+    step.add("head_and_loss", step.m * seconds, "compute", formula)
+
+
+def head_product_bytes(one: PassCost, chunk_bytes: int, b: int, T: int, H: int, V: int, **_: int) -> float:
+    """Of a pass of head and loss, what its products move themselves, while they compute.
+
+    x and logits once for each product, the head once for each of its chunks.
+
+    Args:
+        chunk_bytes: logits that are there at once; 0 for all.
+        b: bytes per value.
+    """
+    products, rows = one.flops // (2 * T * H * V), chunk_bytes // (V * b) or T
+    return float(products * b * (T * (H + V) + -(-T // rows) * V * H))
 
 
 def optimizer(step: Step) -> None:

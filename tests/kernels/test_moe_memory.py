@@ -10,6 +10,7 @@ Legend: T tokens, K experts a token, R = T·K rows, E experts, H hidden, I exper
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,6 +67,7 @@ class Memory:
         return sum(size for storage, size in self.made if not storage.expired())
 
     def take(self, made: Tensor) -> Tensor:
+        gc.collect()  # a launch of triton's interpreter leaves closures that refer to themselves and to its arguments
         storage = made.untyped_storage()
         self.made.append((StorageWeakRef(storage), storage.nbytes()))
         self.most = max(self.most, self.live())

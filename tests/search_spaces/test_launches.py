@@ -144,6 +144,27 @@ def test_kernels_of_an_unfused_chain_grow_by_the_chunk_as_they_run() -> None:
         assert 63 * row + 2 * each + beside == pytest.approx(found[128][at], rel=0.02)
 
 
+def test_tensors_that_an_unfused_chain_saves_are_those_that_hooks_see() -> None:
+    """Of Kimi-Linear's linear attention over two and four chunks, and fewer than a layer's others beside them."""
+    config = KimiLinearConfig(hidden_size=8, linear_num_heads=1, linear_head_dim=8)
+    layer = KimiLinearDeltaAttention(config, config.layer_types.index("linear_attention")).to(torch.bfloat16)
+    found = {}
+    for tokens in (128, 256):
+        x = torch.zeros(1, tokens, 8, dtype=torch.bfloat16, requires_grad=True)
+        seen: list[Tensor] = []
+
+        def pack(one: Tensor, seen: list[Tensor] = seen) -> Tensor:
+            seen.append(one)
+            return one
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+            layer.requires_grad_(False)(x)
+        found[tokens] = len(seen)
+    row, each = launches.CHUNK_SAVED
+    assert found[256] - found[128] == 2 * each
+    assert 0 < found[128] - 2 * each - 63 * row < 461 / 8
+
+
 def test_fusions_leave_the_host_less_to_do(build: SimpleNamespace) -> None:
     profile = build.qwen3_30b()
     work = workload(profile, build.recipe_of(batch=1, tokens=4096), build.targets_of(profile, rank=16))

@@ -122,6 +122,30 @@ def test_head_norms_are_not_layer_norms() -> None:
     assert fused.norms(1) == {"add_rms_norm": 0, "rms_norm": 0, "eager": 2}
 
 
+def test_norms_of_what_is_compressed_are_not_layer_norms() -> None:
+    """A plan for GLM-5 fuses the norms of compressed queries alone: both norms of its layers stay eager."""
+    modules = tuple(f"model.layers.{i}.self_attn.q_a_layernorm" for i in range(3))
+    fused = FusedProviders.of((decision("rms_norm", (*modules, "model.layers.0.self_attn.kv_a_layernorm")),))
+    assert fused.norms(3) == {"add_rms_norm": 0, "rms_norm": 0, "eager": 2}
+
+
+def test_a_recomputation_ends_before_a_product_whose_result_no_backward_reads(build: SimpleNamespace) -> None:
+    """Where one operator is the whole layer: a third of the experts' products and the sums to tokens; not where rows
+    have travelled, whose weighting needs them."""
+    profile, recipe = build.qwen3_30b(), build.recipe_of(batch=1, tokens=4096)
+    cluster, experts = prompt(build.cluster_of("h200-1")), ("model.layers.0.mlp.experts",)
+
+    def found(op: str) -> dict[str, float]:
+        fusion = decision("moe_layer", experts, provider="shardwright").model_copy(update={"op": op})
+        strategy = ParallelStrategy(mesh=Mesh(), checkpointing="full")
+        return times(estimate(profile, recipe, cluster, strategy, (), [fusion]))
+
+    whole, received = found("moe_layer"), found("grouped_lora_mlp")
+    rows, tokens = 8 * 4096, 4096
+    sums = 1e3 * 48 * 2 * 2048 * (rows + tokens) / cluster.device.memory_bandwidth_bytes_per_s
+    assert received["recompute"] - whole["recompute"] == pytest.approx(whole["experts"] / 2 / 3 + sums, rel=1e-4)
+
+
 def test_start_up_and_hours_by_hand(build: SimpleNamespace) -> None:
     """61.06 GB over one node at 5 GB/s, 7.63 GB over PCIe at 25 GB/s, 20 s of start, one step."""
     cluster = build.cluster_of("h200-8", price_per_device_hour=2.0)
