@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from shardwright.agents.strategy.oracle import Priced, Scan
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces.context import SearchContext
 from shardwright.search_spaces.legality import violations_in
+
+WARM_PLANS = 3
+"""Plans of the scan's ranking that a study starts from."""
+
+
+def warm(context: SearchContext, found: Scan, best: Priced) -> tuple[ParallelStrategy, ...]:
+    """Where a study starts: common habits, the scan's best and what the refinement made of them."""
+    return (*habits(context), *(plan.strategy for plan in found.top(WARM_PLANS)), best.strategy)
 
 
 def habits(context: SearchContext) -> tuple[ParallelStrategy, ...]:

@@ -7,59 +7,66 @@ the micro-batch, the other the number of micro-batches, which suits a sequence t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import combinations
+from collections.abc import Iterator
 from typing import Any
 
 from shardwright.schemas.strategy import ParallelStrategy
-from shardwright.search_spaces.axes import AXES
+from shardwright.search_spaces.axes import AXES, MESH, checkpointed_layers
+from shardwright.search_spaces.axes.base import draws_of
 from shardwright.search_spaces.axes.micro_batch import sequences_per_rank
 from shardwright.search_spaces.context import SearchContext
-from shardwright.search_spaces.space import allowed_values, strategy_from
+from shardwright.search_spaces.space import allowed_values, signature, strategy_from
 
 DEGREES = ("pp", "cp", "tp", "replicate", "ep", "shard")
 """Axes whose product is the world."""
 
 MICRO = "micro_batch_sequences"
+WITH_LAYERS = ("checkpointing", "layers")
 
 Change = dict[str, Any]
-Promise = Callable[[str, Any], float]
-"""(axis, value) → how it has done so far, less is better."""
+
+
+Known = dict[tuple[Any, ...], tuple[Any, ...]]
+"""Legal values of an axis after the mesh, by all that they may depend on."""
 
 
 def neighbours(
-    context: SearchContext, plan: ParallelStrategy, default: tuple[str, ...] = (), promise: Promise | None = None
+    context: SearchContext, plan: ParallelStrategy, default: tuple[str, ...] = ()
 ) -> Iterator[ParallelStrategy]:
-    """Legal plans one step away, then those that differ in two axes.
+    """Legal plans one step away; one may come twice.
 
-    Whatever a change makes illegal takes the nearest legal value. A plan may come twice.
+    Whatever a change makes illegal takes the nearest legal value.
 
     Args:
         default: axes that stay at their first value.
-        promise: within each group the most promising changes come first; without it, axes in sampling order.
     """
-    old = {axis.name: axis.read(plan) for axis in AXES}
+    for draws in steps(context, draws_of(plan), default):
+        yield strategy_from(draws)
 
-    def worst(change: Change) -> float:
-        return 0.0 if promise is None else max(promise(axis, value) for axis, value in change.items())
 
-    single = sorted(_single(context, old, default), key=worst)
-    for change in sorted((*_transfers(old), *single), key=worst):
-        yield _moved(context, old, change, default)
+def steps(
+    context: SearchContext, old: Change, default: tuple[str, ...] = (), known: Known | None = None
+) -> Iterator[Change]:
+    """``neighbours`` as values by axis name.
+
+    Args:
+        known: filled by earlier calls of the same search, which it makes quicker.
+    """
+    known = {} if known is None else known
+    for change in (*_transfers(old), *_single(context, old, default)):
+        yield _moved(context, old, change, default, known)
         if any(degree in change for degree in DEGREES):
-            yield _moved(context, old, change, default, keep_steps=True)
-    pairs = ({**one, **other} for one, other in combinations(single, 2) if one.keys() != other.keys())
-    for change in sorted(pairs, key=worst):
-        yield _moved(context, old, change, default)
+            yield _moved(context, old, change, default, known, keep_steps=True)
 
 
 def _single(context: SearchContext, old: Change, default: tuple[str, ...]) -> Iterator[Change]:
-    """Every other value of one axis."""
+    """Every other value of one axis, but not which layers are recomputed: that takes more than a value."""
     for position, axis in enumerate(AXES):
         if axis.name not in default:
             before = {earlier.name: old[earlier.name] for earlier in AXES[:position]}
-            allowed = allowed_values(context, before, position)
-            yield from ({axis.name: value} for value in allowed if value != old[axis.name])
+            for value in allowed_values(context, before, position):
+                if value != old[axis.name] and (axis.name, value) != WITH_LAYERS:
+                    yield {axis.name: value}
 
 
 def _transfers(old: Change) -> Iterator[Change]:
@@ -83,21 +90,38 @@ def _primes(number: int) -> list[int]:
 
 
 def _moved(
-    context: SearchContext, old: Change, change: Change, default: tuple[str, ...], *, keep_steps: bool = False
-) -> ParallelStrategy:
+    context: SearchContext,
+    old: Change,
+    change: Change,
+    default: tuple[str, ...],
+    known: Known,
+    *,
+    keep_steps: bool = False,
+) -> Change:
     """The plan with a change.
 
     Args:
         keep_steps: the number of micro-batches stays, not their size.
     """
-    draws: dict[str, Any] = {}
-    for position, axis in enumerate(AXES):
-        allowed = allowed_values(context, draws, position)
+    first = next(place for place, axis in enumerate(AXES) if axis.name in change)
+    draws: dict[str, Any] = {axis.name: old[axis.name] for axis in AXES[:first]}
+    seen: tuple[Any, ...] = ()
+    for position, axis in enumerate(AXES[first:], first):
+        if position < len(MESH):
+            allowed = allowed_values(context, draws, position)
+        else:
+            seen = seen or (signature(context, draws), *(draws[one.name] for one in AXES[len(MESH) : position]))
+            if seen not in known:
+                known[seen] = allowed_values(context, draws, position)
+            allowed = known[seen]
         wanted = allowed[0] if axis.name in default else change.get(axis.name, old[axis.name])
         if axis.name == MICRO and keep_steps:
             wanted = max(1, (sequences_per_rank(context, draws) or 1) // old["accumulation_steps"])
         draws[axis.name] = wanted if wanted in allowed else _nearest(allowed, wanted)
-    return strategy_from(draws)
+        seen = (*seen, draws[axis.name]) if seen else ()
+    if ("checkpointing", draws["checkpointing"]) == WITH_LAYERS:
+        draws[checkpointed_layers.NAME] = old[checkpointed_layers.NAME]
+    return draws
 
 
 def _nearest(allowed: tuple[Any, ...], wanted: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,13 +68,13 @@ class Scan:
         """How many plans fit."""
         return int(self.columns.feasible.sum())
 
-    def top(self, count: int) -> tuple[Priced, ...]:
-        """The first plans of the ranking."""
-        return tuple(self.priced(int(plan)) for plan in self.ranking[:count])
+    def top(self, count: int) -> Iterator[Priced]:
+        """The first plans of the ranking, each priced when it is asked for."""
+        return (self.priced(int(plan)) for plan in self.ranking[:count])
 
     def front(self, count: int) -> tuple[Priced, ...]:
         """Up to ``count`` plans of the front, fastest first."""
-        return tuple(self.priced(int(plan)) for plan in self.columns.front()[:count])
+        return tuple(self.priced(int(plan)) for plan in self.columns.front(count))
 
 
 def scan(table: PlanTable, pricer: Pricer) -> Scan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from shardwright.agents.strategy.oracle import Priced, Scan
 from shardwright.agents.strategy.words import gib, milliseconds, term
 from shardwright.schemas.plan import Alternative
@@ -38,9 +40,11 @@ def alternatives(best: Priced, rivals: Scan) -> tuple[Alternative, ...]:
     ahead = [plan for plan in rivals.front(SHOWN) if plan.strategy != best.strategy][: SHOWN // 2]
     names = {plan.strategy.model_dump_json() for plan in ahead}
     chosen: list[Priced] = []
-    for plan in (*ahead, *rivals.top(LOOKED_AT)):
-        if len(chosen) < SHOWN and not any(same_but_dearer(plan, other) for other in (best, *chosen)):
+    for plan in chain(ahead, rivals.top(LOOKED_AT)):
+        if not any(same_but_dearer(plan, other) for other in (best, *chosen)):
             chosen.append(plan)
+        if len(chosen) == SHOWN:
+            break
     on_front = {plan.strategy.model_dump_json() for plan in front((best, *chosen))} & names
     return tuple(
         Alternative(

@@ -145,18 +145,19 @@ class Columns:
         second = np.where(tier == 0, self.reserved, self.step_ms)
         return np.lexsort((second, first, tier)).astype(np.int64)
 
-    def front(self) -> NDArray[np.int64]:
-        """Fitting plans that no fitting plan dominates in time, memory and device-hours; fastest first."""
+    def front(self, most: int | None = None) -> NDArray[np.int64]:
+        """Fitting plans that no fitting plan dominates in time, memory and device-hours; fastest first.
+
+        Args:
+            most: no more than so many, the first ones.
+        """
+        columns = np.stack([self.step_ms, self.reserved, self.gpu_hours])
         order = np.lexsort((self.reserved, self.gpu_hours, self.step_ms))
         kept: list[int] = []
         for position in order[self.feasible[order]]:
-            values = (self.step_ms[position], self.reserved[position], self.gpu_hours[position])
-            others = np.array(kept, dtype=np.int64)
-            if not len(others):
-                kept.append(int(position))
-                continue
-            rivals = np.stack([column[others] for column in (self.step_ms, self.reserved, self.gpu_hours)])
-            mine = np.array(values)[:, None]
+            if len(kept) == most:
+                break
+            rivals, mine = columns[:, kept], columns[:, [position]]
             dominated = np.all(rivals <= mine, axis=0) & np.any(rivals < mine, axis=0)
             if not dominated.any():
                 kept.append(int(position))

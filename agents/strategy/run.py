@@ -10,13 +10,13 @@ import optuna
 from shardwright.agents.strategy.bounds import might_fit
 from shardwright.agents.strategy.complete import Completion
 from shardwright.agents.strategy.explain import explain
-from shardwright.agents.strategy.heuristics import habits
+from shardwright.agents.strategy.heuristics import warm
 from shardwright.agents.strategy.infeasible import infeasible
 from shardwright.agents.strategy.oracle import Priced, scan
 from shardwright.agents.strategy.pareto import alternatives
 from shardwright.agents.strategy.pricing import Pricer
 from shardwright.agents.strategy.refine import refine
-from shardwright.agents.strategy.study import SAMPLER, Price, Progress, run_study
+from shardwright.agents.strategy.study import SAMPLER, Progress, cached, run_study
 from shardwright.agents.strategy.words import gib
 from shardwright.schemas.canonical import sha256_of
 from shardwright.schemas.cluster import Calibration, ClusterSpec
@@ -34,9 +34,6 @@ from shardwright.search_spaces.cost.routing import Loads
 from shardwright.search_spaces.legality import refuse
 from shardwright.search_spaces.placement import with_places
 from shardwright.search_spaces.space import enumerate_plans
-
-WARM_PLANS = 3
-"""Plans of the scan's ranking that a study starts from."""
 
 
 @dataclass(frozen=True)
@@ -111,17 +108,16 @@ def run_search(
             "costs": [float(found.columns.step_ms.sum()), float(found.columns.reserved.sum()), len(found)],
         }
     )
-    start = (*habits(context), *(plan.strategy for plan in found.top(WARM_PLANS)), best.strategy) if warm_start else ()
-    start = (*advised, *start)
+    start = (*advised, *(warm(context, found, best) if warm_start else ()))
     study = run_study(
         context,
-        _cached(pricer),
+        cached(pricer.report),
         key=key,
         trials=trials,
         seed=seed,
         journal=journal,
         complete=complete,
-        start=tuple(dict(zip(map(str, start), start, strict=True)).values()),
+        start=start,
         time_budget_s=time_budget_s,
         progress=progress,
     )
@@ -166,16 +162,3 @@ def _waiting(leanest: Priced, seed: int, legal: int) -> SearchResult:
         f"{gib(memory.budget_bytes)} are usable."
     )
     return SearchResult(leanest.strategy, leanest.cost, (), record, (words,))
-
-
-def _cached(pricer: Pricer) -> Price:
-    """Prices by strategy, each computed once: a study repeats itself."""
-    known: dict[str, CostReport] = {}
-
-    def priced(strategy: ParallelStrategy) -> CostReport:
-        name = strategy.model_dump_json()
-        if name not in known:
-            known[name] = pricer.report(strategy)
-        return known[name]
-
-    return priced

@@ -9,27 +9,22 @@ from pathlib import Path
 
 import optuna
 from optuna.samplers import TPESampler
-from optuna.storages import JournalStorage
+from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import TrialState
 
-from shardwright.agents.strategy.neighbours import Promise, neighbours
 from shardwright.agents.strategy.pricing import SAFETY_FRACTION
+from shardwright.agents.strategy.proposals import Proposals
 from shardwright.schemas.canonical import sha256_of
 from shardwright.schemas.cost import CostReport
 from shardwright.schemas.strategy import ParallelStrategy
-from shardwright.search_spaces.axes import AXES
 from shardwright.search_spaces.context import SearchContext
-from shardwright.search_spaces.executable import Value
 from shardwright.search_spaces.space import parameters_of, suggest_in
 
 SAMPLER = (
     "TPESampler(multivariate=False, group=False, constant_liar=False, n_startup_trials=20, n_ei_candidates=24) "
-    "and, every second trial after 40, the most promising unseen neighbour of the best"
+    "and, every second trial after 40, the most promising plan that walks from the best ones see"
 )
-
-FREE_TRIALS = 40
-"""Trials that the sampler draws alone, after those that repeat given plans."""
 
 SEED_STRIDE = 1_000_003
 """Trial n draws with ``seed · SEED_STRIDE + n``: an interrupted study goes on exactly as it would have."""
@@ -72,7 +67,7 @@ def run_study(
     key: str,
     trials: int,
     seed: int,
-    journal: Path,
+    journal: Path | None,
     complete: Complete | None = None,
     start: Sequence[ParallelStrategy] = (),
     time_budget_s: float | None = None,
@@ -86,27 +81,24 @@ def run_study(
     Args:
         key: hash of everything the prices depend on; another key is another study in the journal.
         trials: complete trials in the journal afterwards; earlier ones of the same study count.
-        journal: file that optuna-dashboard opens.
+        journal: file that optuna-dashboard opens; without one the trials are kept in memory.
         complete: chooses recomputed layers for a drawn plan; without it they are drawn, too.
-        start: plans that the first trials repeat.
+        start: plans that the first trials repeat, each once.
         time_budget_s: no trial begins later than this; then the outcome depends on the machine's speed.
         progress: told (trials done, trials wanted).
     """
     default = ("checkpointing",) if complete else ()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    journal.parent.mkdir(parents=True, exist_ok=True)
+    start = tuple(dict(zip(map(str, start), start, strict=True)).values())
     begun = [strategy.model_dump(mode="json") for strategy in start]
     name = f"strategy-{sha256_of([key, seed, SAMPLER, optuna.__version__, begun, list(default)])[:16]}"
-    backend = JournalFileBackend(str(journal), lock_obj=JournalFileOpenLock(str(journal), grace_period=5))
-    study = optuna.create_study(
-        study_name=name, storage=JournalStorage(backend), direction="minimize", load_if_exists=True
-    )
+    study = optuna.create_study(study_name=name, storage=_storage(journal), direction="minimize", load_if_exists=True)
     done = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
     if done == 0:
         for attribute, value in _attributes(key, seed).items():
             study.set_user_attr(attribute, value)
     deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
-    proposals = Proposals(context, study, tuple(start), default)
+    proposals = Proposals(context, study, start, default)
     for number in range(done, trials):
         if deadline is not None and time.monotonic() > deadline:
             break
@@ -130,49 +122,24 @@ def run_study(
     return _outcome(study, name)
 
 
-class Proposals:
-    """Which trials repeat a given plan instead of asking the sampler.
+def cached(price: Price) -> Price:
+    """Prices by strategy, each computed once: a study repeats itself."""
+    known: dict[str, CostReport] = {}
 
-    The first repeat ``start``. After ``FREE_TRIALS`` every second one takes the next neighbour of the best plan so far
-    that no trial has drawn; where there is none left the sampler draws again. All of it follows from the trials in the
-    journal, so an interrupted study goes on alike.
-    """
+    def priced(strategy: ParallelStrategy) -> CostReport:
+        name = strategy.model_dump_json()
+        if name not in known:
+            known[name] = price(strategy)
+        return known[name]
 
-    def __init__(
-        self, context: SearchContext, study: optuna.Study, start: tuple[ParallelStrategy, ...], default: tuple[str, ...]
-    ) -> None:
-        self.context, self.study, self.start, self.default = context, study, start, default
-        self.drawn: dict[int, ParallelStrategy] = {}
-
-    def next(self, number: int) -> ParallelStrategy | None:
-        if number < len(self.start):
-            return self.start[number]
-        if number < len(self.start) + FREE_TRIALS or number % 2:
-            return None
-        complete = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        for trial in complete:
-            if trial.number not in self.drawn:
-                self.drawn[trial.number] = ParallelStrategy.model_validate(trial.user_attrs["drawn"])
-        ranked = _ranked(complete)
-        if not ranked:
-            return None
-        seen = set(map(_name, self.drawn.values()))
-        around = neighbours(self.context, self.drawn[ranked[0].number], self.default, self._promise(ranked))
-        return next((plan for plan in around if _name(plan) not in seen), None)
-
-    def _promise(self, ranked: Sequence[optuna.trial.FrozenTrial]) -> Promise:
-        """Step time of the best trial with a value; 0 for one that was never tried, infinite if it never fitted."""
-        known: dict[tuple[str, Value], float] = dict.fromkeys(
-            ((axis.name, axis.read(plan)) for plan in self.drawn.values() for axis in AXES), float("inf")
-        )
-        for trial in reversed(ranked):
-            for axis in AXES:
-                known[axis.name, axis.read(self.drawn[trial.number])] = trial.value or 0.0
-        return lambda axis, value: known.get((axis, value), 0.0)
+    return priced
 
 
-def _name(plan: ParallelStrategy) -> str:
-    return plan.model_dump_json()
+def _storage(journal: Path | None) -> BaseStorage:
+    if journal is None:
+        return InMemoryStorage()
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    return JournalStorage(JournalFileBackend(str(journal), lock_obj=JournalFileOpenLock(str(journal), grace_period=5)))
 
 
 def _attributes(key: str, seed: int) -> dict[str, str | int]:

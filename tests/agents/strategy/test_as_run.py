@@ -6,16 +6,20 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.agents.strategy import as_run
 from shardwright.agents.strategy.as_run import search_fused
 from shardwright.agents.strategy.bounds import SAVING, might_fit
 from shardwright.agents.strategy.pricing import ByMesh, Pricer
 from shardwright.agents.strategy.run import run_search
+from shardwright.agents.strategy.study import Price, StudyOutcome, run_study
+from shardwright.schemas.cost import CostReport
 from shardwright.schemas.errors import InfeasibleError
 from shardwright.schemas.fusion import FusionDecision
 from shardwright.schemas.profile import CheckpointProfile
@@ -122,6 +126,31 @@ def test_the_best_as_run_may_fit_only_with_its_operators(case: SimpleNamespace, 
     best = price(case.work, case.cluster, fused, certified(fused)).time.step_ms
     assert best <= float(columns.step_ms[columns.within_margin].min())
     assert best < 0.95 * price(case.work, case.cluster, plain, certified(plain)).time.step_ms
+
+
+def test_the_study_prices_each_plan_with_its_operators(case: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some plans that it tries fit with them alone."""
+    size, tried = 60 << 30, []
+
+    def told(context: SearchContext, report: Price, **more: Any) -> StudyOutcome:
+        def priced(strategy: ParallelStrategy) -> CostReport:
+            tried.append(strategy)
+            return report(strategy)
+
+        return run_study(context, priced, **more)
+
+    monkeypatch.setattr(as_run, "run_study", told)
+    arguments = case.profile, case.recipe, case.limited(size), case.targets
+    leanest = int(Pricer(case.work, case.cluster).columns(case.table.plans).reserved.argmin())
+    again = search_fused(*arguments, certified, case.table.strategy(leanest), trials=24)
+    assert again is not None and len(tried) == 24
+    only_fused = [
+        one for one in tried if reserved(case, one, fused=True) <= 0.95 * size < reserved(case, one, fused=False)
+    ]
+    assert only_fused
+    best = price(case.work, case.cluster, again.strategies[0], certified(again.strategies[0])).time.step_ms
+    steps = (price(case.work, case.cluster, one, certified(one)).time.step_ms for one in only_fused)
+    assert best <= min(steps)
 
 
 def test_where_nothing_fits_without_fused_operators_the_search_waits_for_them(
