@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,16 +14,13 @@ from shardwright.checkpoints.headers import Headers, TensorHeader
 from shardwright.checkpoints.marker import require_weights
 from shardwright.checkpoints.names import TensorRead
 from shardwright.checkpoints.packing.dtypes import BITS, TORCH
+from shardwright.checkpoints.shard_files import MOST_BUFFERS, Run, ShardFiles
 from shardwright.schemas.errors import CheckpointError
 
 BAND_BYTES = 8 << 20
 """Most bytes read at once where rows are cut inside: the rows are read whole and cut in memory."""
 ROW_BYTES = 256 << 10
 """Rows up to this size are read whole; larger ones are entered and cut at the next dim."""
-MOST_BUFFERS = 1024
-"""Buffers that one call of the system fills at most."""
-MOST_BYTES = 1 << 30
-"""Bytes that one call of the system is asked for at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +47,7 @@ def whole_box(shape: tuple[int, ...], box: Box | None, *, where: str) -> Box:
 
 
 class ShardReader:
-    """Positioned reads from safetensors files (no memory map, so a file that shrinks is an error, not a crash).
-
-    Threads may share one.
-
-    Attributes:
-        bytes_read: bytes of tensor data taken from files so far.
+    """Tensors of a checkpoint's safetensors files. Threads may share one.
 
     Raises:
         CheckpointError: ``headers-only`` when the folder holds no weights.
@@ -67,9 +57,12 @@ class ShardReader:
         self.folder = Path(folder)
         require_weights(self.folder)
         self.headers = headers
-        self.bytes_read = 0
-        self._handles: dict[str, int] = {}
-        self._lock = threading.Lock()
+        self._files = ShardFiles(self.folder)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensor data taken from files so far."""
+        return self._files.bytes_read
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """A tensor, or the part of it inside ``box``, as a new contiguous CPU tensor in its stored dtype.
@@ -135,7 +128,7 @@ class ShardReader:
         Raises:
             CheckpointError: ``truncated-shard``, ``missing-shard``, ``unreadable-shard``, naming file and tensor.
         """
-        run = _Run("", 0)
+        run = Run("", 0)
         for part, out in wanted:
             if not out.numel():
                 continue
@@ -145,10 +138,10 @@ class ShardReader:
                 continue
             file, at = self.place(part)
             if file != run.file or at != run.end or len(run.buffers) == MOST_BUFFERS:
-                self._pread(run)
-                run = _Run(file, at)
+                self._files.fill(run)
+                run = Run(file, at)
             run.add(out, part.tensor)
-        self._pread(run)
+        self._files.fill(run)
 
     def _header(self, name: str) -> TensorHeader:
         header = self.headers.tensors.get(name)
@@ -167,7 +160,7 @@ class ShardReader:
         row = prod(inner) * itemsize
         first, last = box[0] if shape else (0, 1)
         if all(extent == (0, dim) for extent, dim in zip(box[1:], inner, strict=True)):
-            self._pread(_Run.of(self._header(name).file, at + first * row, out, name))
+            self._files.fill(Run.of(self._header(name).file, at + first * row, out, name))
             return
         if row > ROW_BYTES:
             for index in range(first, last):
@@ -177,58 +170,12 @@ class ShardReader:
         step = max(1, BAND_BYTES // row)
         for index in range(first, last, step):
             band = torch.empty((min(step, last - index), *inner), dtype=out.dtype)
-            self._pread(_Run.of(self._header(name).file, at + index * row, band, name))
+            self._files.fill(Run.of(self._header(name).file, at + index * row, band, name))
             out[index - first : index - first + len(band)] = band[(slice(None), *cut)]
-
-    def _pread(self, run: _Run) -> None:
-        views, at = list(run.buffers), run.start
-        handle = self._handle(run.file) if views else -1
-        while views:
-            name = run.names[len(run.buffers) - len(views)]
-            try:
-                got = os.preadv(handle, _at_most(views), at)
-            except OSError as error:
-                raise self._unread(
-                    "unreadable-shard", f"cannot read at byte {at}: {error.strerror}", run.file, name
-                ) from error
-            if got == 0:
-                what = f"the file ends at byte {at}; its header promised more when it was read"
-                raise self._unread("truncated-shard", what, run.file, name)
-            at += got
-            while views and got >= len(views[0]):
-                got -= len(views.pop(0))
-            if got:
-                views[0] = views[0][got:]
-        with self._lock:
-            self.bytes_read += at - run.start
-
-    def _unread(self, code: str, what: str, file: str, name: str) -> CheckpointError:
-        return CheckpointError(
-            code,
-            what,
-            where=f"{self.folder / file}: {name}",
-            next_action="fetch this file again; do not change a checkpoint while it is read",
-        )
-
-    def _handle(self, file: str) -> int:
-        with self._lock:
-            if file not in self._handles:
-                try:
-                    self._handles[file] = os.open(self.folder / file, os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as error:
-                    raise CheckpointError(
-                        "missing-shard",
-                        f"cannot open: {error.strerror}",
-                        where=str(self.folder / file),
-                        next_action="fetch this file; check its permissions",
-                    ) from error
-            return self._handles[file]
 
     def close(self) -> None:
         """Close all files; the reader may be used again afterwards."""
-        for handle in self._handles.values():
-            os.close(handle)
-        self._handles.clear()
+        self._files.close()
 
     def __enter__(self) -> ShardReader:
         return self
@@ -237,42 +184,10 @@ class ShardReader:
         self.close()
 
 
-class _Run:
-    """Bytes that follow each other in a file, and the buffers that take them."""
-
-    def __init__(self, file: str, start: int) -> None:
-        self.file, self.start, self.end = file, start, start
-        self.buffers: list[memoryview] = []
-        self.names: list[str] = []
-
-    @classmethod
-    def of(cls, file: str, start: int, out: torch.Tensor, name: str) -> _Run:
-        run = cls(file, start)
-        run.add(out, name)
-        return run
-
-    def add(self, out: torch.Tensor, name: str) -> None:
-        view = memoryview(out.view(-1).view(torch.uint8).numpy().data)
-        self.buffers.append(view)
-        self.names.append(name)
-        self.end += len(view)
-
-
 def _is_run(shape: tuple[int, ...], box: Box) -> bool:
     """Whether the elements of a box follow each other in a row-major tensor."""
     cut = [place for place, (extent, dim) in enumerate(zip(box, shape, strict=True)) if extent != (0, dim)]
     return not cut or all(stop - start == 1 for start, stop in box[: cut[-1]])
-
-
-def _at_most(views: list[memoryview]) -> list[memoryview]:
-    """The first of ``views`` that one call may fill."""
-    some, total = [], 0
-    for view in views:
-        some.append(view[: MOST_BYTES - total])
-        total += len(some[-1])
-        if total == MOST_BYTES:
-            break
-    return some
 
 
 def read_parameter(

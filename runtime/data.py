@@ -5,9 +5,7 @@ Legend: N sequences, S tokens a sequence.
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,12 @@ from shardwright.checkpoints.config import ModelConfig
 from shardwright.runtime.chat import Document, read_conversations, tokenise_conversations
 from shardwright.runtime.documents import rows_of_samples, rows_of_stream
 from shardwright.runtime.images import Images, cutting_of, image_rows, images_of, open_images
+from shardwright.runtime.metrics import say
 from shardwright.runtime.records import lines_of
 from shardwright.runtime.texts import in_vocabulary, open_tokenizer, packed_ids, read_texts, tokenise, tokenise_texts
-from shardwright.schemas.canonical import sha256_file, sha256_of
+from shardwright.runtime.token_cache import cache_key, keep, kept, plain
 from shardwright.schemas.errors import RecipeError
-from shardwright.schemas.recipe import DataSpec, Recipe
-
-
-def plain(spec: DataSpec) -> bool:
-    """Whether rows are ids alone: texts in one stream, without borders."""
-    return spec.format != "jsonl-messages" and spec.packing and not spec.document_mask and not spec.images_field
+from shardwright.schemas.recipe import Recipe
 
 
 def records_with_images(
@@ -116,27 +110,20 @@ def _enough(rows: np.ndarray, wanted: int, sequence_tokens: int, where: str) -> 
     return rows
 
 
-def cache_key(path: Path, recipe: Recipe, checkpoint: Path, config: ModelConfig) -> str:
-    """Covers file, tokenizer, templates, format and sequence length."""
-    tokenizer = checkpoint / "tokenizer.json"
-    templates = [checkpoint / name for name in ("chat_template.jinja", "tokenizer_config.json")]
-    return sha256_of(
-        {
-            "data": sha256_file(path),
-            "tokenizer": sha256_file(tokenizer) if tokenizer.is_file() else "",
-            "spec": recipe.data.model_dump(mode="json", exclude={"train", "held_out"}),
-            "config_eos": str(config.raw.get("eos_token_id")),
-            "tokens": 0 if plain(recipe.data) else recipe.batch.sequence_tokens,
-            "templates": [sha256_file(one) if one.is_file() else "" for one in templates],
-        },
-        floats=False,
-    )
-
-
 def load_sequences(
-    path: Path, recipe: Recipe, checkpoint: Path, config: ModelConfig, cache: Path, wanted: int
+    path: Path,
+    recipe: Recipe,
+    checkpoint: Path,
+    config: ModelConfig,
+    cache: Path,
+    wanted: int,
+    told: Callable[[str], None] = say,
 ) -> np.ndarray:
-    """Sequences of a data file, from the cache where they are there already.
+    """Sequences of a data file, from the cache where they are there already and verified.
+
+    Args:
+        wanted: least number of sequences.
+        told: hears why a cache that is there is not used.
 
     Raises:
         RecipeError: ``missing-data``, ``too-little-data`` and those of the parts.
@@ -146,15 +133,13 @@ def load_sequences(
     if recipe.data.format == "packed":
         return cut(packed_ids(path, recipe.data, config), recipe.batch.sequence_tokens, wanted, str(path))
     stored = cache / f"{cache_key(path, recipe, checkpoint, config)}.npy"
-    images = stored.with_suffix(".images")
-    if stored.is_file() and (images.is_file() or not recipe.data.images_field):
-        stream = np.load(stored, mmap_mode="r")
-    elif plain(recipe.data):
-        stream = tokenise(read_texts(path, recipe.data), checkpoint, config, str(path))
-        _save(stored, stream)
-    else:
-        stream = documents_of(path, recipe, checkpoint, config, images)
-        _save(stored, stream)
+    stream = kept(stored, told)
+    if stream is None:
+        if plain(recipe.data):
+            stream = tokenise(read_texts(path, recipe.data), checkpoint, config, str(path))
+        else:
+            stream = documents_of(path, recipe, checkpoint, config, stored.with_suffix(".images"))
+        keep(stored, stream)
     if not plain(recipe.data):
         return _enough(stream, wanted, recipe.batch.sequence_tokens, str(path))
     return cut(stream, recipe.batch.sequence_tokens, wanted, str(path))
@@ -164,11 +149,3 @@ def load_images(path: Path, recipe: Recipe, checkpoint: Path, config: ModelConfi
     """The images of a data file that :func:`load_sequences` has read."""
     side = cutting_of(config)[0].side
     return open_images(cache / f"{cache_key(path, recipe, checkpoint, config)}.images", side)
-
-
-def _save(path: Path, stream: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "wb") as file:
-        np.save(file, stream)
-    os.replace(temporary, path)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from shardwright.checkpoints.config import read_config
 from shardwright.runtime import probe, record, state
 from shardwright.runtime.agree import on_first_rank, together
+from shardwright.runtime.approved import approved_plan, head_of, unheaded
 from shardwright.runtime.batches import Batches
 from shardwright.runtime.checks.first_step import FirstStep
 from shardwright.runtime.checks.load import same_base
@@ -33,9 +34,9 @@ from shardwright.runtime.records import shared_records
 from shardwright.runtime.run_log import RunLog
 from shardwright.runtime.session import Live, build
 from shardwright.runtime.train import Gradient, Trainer
-from shardwright.runtime.verify import verify_plan_against_world
-from shardwright.schemas.approval import find_approval, verify_approval
-from shardwright.schemas.plan import AdaptationPlan, load_plan
+from shardwright.runtime.verify import unpinned, verify_plan_against_world
+from shardwright.schemas.log_head import LogHead
+from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.run import StepMetric
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -56,24 +57,15 @@ def execute(plan_path: Path, approvals: Path, checkpoint: Path, recipe_root: Pat
     lock = RunLock(run_dir, ".worker.lock")
     try:
         on_first_rank(lambda: lock.acquire(wait_s=20.0))
+        head = on_first_rank(lambda: head_of(approvals, plan, run_dir))
         if on_first_rank(lambda: finished(plan, run_dir)):
             say(f"{run_dir} holds this plan's finished run; nothing to do")
             return
         ranks = open_mesh(plan.decision.strategy.mesh, device)
-        _Run(plan, checkpoint, recipe_root, run_dir, ranks, device).go()
+        run = _Run(plan, checkpoint, recipe_root, run_dir, ranks, device)
+        run.go(head, (*unheaded(approvals), *unpinned(plan.decision)))
     finally:
         lock.release()
-
-
-def approved_plan(path: Path, approvals: Path) -> AdaptationPlan:
-    """The plan, if its bytes are whole and its last verdict allows it.
-
-    Raises:
-        PlanError, ApprovalError.
-    """
-    plan = load_plan(path)
-    verify_approval(plan, find_approval(approvals, plan))
-    return plan
 
 
 def finished(plan: AdaptationPlan, run_dir: Path) -> bool:
@@ -119,11 +111,16 @@ class _Run:
         self.recipe = plan.decision.recipe
         self.log = RunLog(plan, run_dir, ranks, device.name)
 
-    def go(self) -> None:
-        """All of it; a failure is written into the record before it is raised."""
+    def go(self, head: LogHead, notes: tuple[str, ...]) -> None:
+        """All of it; a failure is written into the record before it is raised.
+
+        Args:
+            head: how far the approvals log reaches.
+            notes: decisions that were taken before the run.
+        """
         log = self.log
         try:
-            log.begin()
+            log.begin(head, notes)
             asked_step(self.recipe.schedule.steps)
             self._preflight()
             rows = self._rows()
@@ -155,13 +152,16 @@ class _Run:
         config, cache = read_config(self.checkpoint), self.run_dir / "data"
         data, wanted = self.recipe.data, self.recipe.schedule.held_out_sequences
 
+        notes: list[str] = []
+
         def sequences(name: str, least: int) -> np.ndarray:
-            return load_sequences(self.root / name, self.recipe, self.checkpoint, config, cache, least)
+            return load_sequences(self.root / name, self.recipe, self.checkpoint, config, cache, least, notes.append)
 
         def both() -> tuple[np.ndarray, np.ndarray]:
             return sequences(data.train, 1), sequences(data.held_out, wanted)[:wanted]
 
         on_first_rank(lambda: len(both()))
+        self.log.warned(tuple(notes))
         self.log.warned(on_first_rank(lambda: shared_records(self.root / data.train, self.root / data.held_out, data)))
         rows = together(both)
         reset_peak_host()

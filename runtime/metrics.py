@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 from shardwright.runtime.metrics_sinks import Sink, evaluation_values, open_sinks, step_values
 from shardwright.schemas.files import write_atomic
 from shardwright.schemas.run import EvalMetric, StepMetric
+
+FILE = "metrics.jsonl"
+"""In the run directory."""
 
 
 def say(text: str) -> None:
@@ -18,10 +22,10 @@ def say(text: str) -> None:
 
 
 class Metrics:
-    """Rank 0's recorder. Lines are flushed as they are written; a resumed run drops lines past its step."""
+    """Rank 0's recorder. Lines are synced as they are written; a resumed run drops lines past its step."""
 
     def __init__(self, run_dir: Path, total_steps: int, labels: dict[str, str] | None = None) -> None:
-        self.path, self.total = run_dir / "metrics.jsonl", total_steps
+        self.path, self.total = run_dir / FILE, total_steps
         self.sinks: list[Sink] = []
         self.run_dir, self.labels = run_dir, labels or {}
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -63,6 +67,8 @@ class Metrics:
     def _append(self, metric: StepMetric | EvalMetric) -> None:
         with open(self.path, "ab") as stream:
             stream.write(_line(metric))
+            stream.flush()
+            os.fsync(stream.fileno())
 
 
 def _line(metric: StepMetric | EvalMetric) -> bytes:

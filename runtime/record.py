@@ -1,4 +1,7 @@
-"""run.json: what happened, kept current by rank 0 and completed by export and its check."""
+"""run.json: what happened, kept current by rank 0 and completed by export and its check.
+
+While a run goes on, its steps and held-out losses stand in the metrics' file alone; the end writes them here too.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ import torch
 
 from shardwright import __version__
 from shardwright.runtime.launch.allocator import allocator_setting
+from shardwright.runtime.metrics import FILE as METRICS
+from shardwright.runtime.metrics import read_metrics
 from shardwright.schemas.errors import RunError
 from shardwright.schemas.files import write_atomic
 from shardwright.schemas.plan import AdaptationPlan
@@ -57,7 +62,7 @@ def write(run_dir: Path, record: RunRecord) -> None:
 
 
 def read(run_dir: Path) -> RunRecord:
-    """The record of a run.
+    """The record of a run; of one that goes on or was killed, with what its metrics hold.
 
     Raises:
         RunError: ``no-record``.
@@ -65,7 +70,11 @@ def read(run_dir: Path) -> RunRecord:
     path = run_dir / FILE
     if not path.is_file():
         raise RunError("no-record", f"no {FILE}", where=str(run_dir), next_action="run `shardwright apply` first")
-    return RunRecord.model_validate_json(path.read_bytes())
+    kept = RunRecord.model_validate_json(path.read_bytes())
+    if kept.status != "running" or kept.steps or kept.evaluations:
+        return kept
+    steps, evaluations = read_metrics(run_dir / METRICS)
+    return kept.model_copy(update={"steps": tuple(steps), "evaluations": tuple(evaluations), **measured(steps)})
 
 
 def update(run_dir: Path, **fields: Any) -> RunRecord:

@@ -1,5 +1,8 @@
 """A run's own account: rank 0 keeps its record, metrics and progress lines current; other ranks only take part.
 
+Steps and held-out losses are appended to the metrics as they come. The record's file is written anew only where the
+run's state changes, without them, and whole when the run ends: what a step costs does not grow with the steps before.
+
 Every call is made on all ranks. What ends a run on one rank, a check that failed there, ends it on all.
 """
 
@@ -19,6 +22,7 @@ from shardwright.runtime.mesh import Ranks
 from shardwright.runtime.metrics import Metrics, say
 from shardwright.runtime.preflight.run import warnings as preflight_warnings
 from shardwright.schemas.errors import RunInterrupted
+from shardwright.schemas.log_head import LogHead
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.run import (
     CheckResult,
@@ -41,7 +45,8 @@ class RunLog:
 
     Attributes:
         first: whether this is rank 0.
-        evaluations: held-out losses so far, on rank 0.
+        record: the run's record as its file has it while the run goes on, on rank 0.
+        steps, evaluations: what the metrics' file holds, on rank 0.
     """
 
     def __init__(self, plan: AdaptationPlan, run_dir: Path, ranks: Ranks, device_name: str) -> None:
@@ -52,8 +57,13 @@ class RunLog:
         self.steps: list[StepMetric] = []
         self.evaluations: list[EvalMetric] = []
 
-    def begin(self) -> None:
-        """Keep the plan, open the metrics, go on with the record of the same decision or start one."""
+    def begin(self, seen: LogHead | None = None, notes: tuple[str, ...] = ()) -> None:
+        """Keep the plan, open the metrics, go on with the record of the same decision or start one.
+
+        Args:
+            seen: how far the approvals log reached.
+            notes: decisions that were taken before; each is kept once, however often the run starts.
+        """
         if not self.first:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -67,8 +77,14 @@ class RunLog:
         before = record.read(self.run_dir) if (self.run_dir / record.FILE).is_file() else None
         self.record = record.start(self.plan, self.device_name)
         if before is not None and before.decision_sha256 == self.record.decision_sha256:
-            self.record = before.model_copy(update={"status": "running", "failure": ""})
+            self.steps, self.evaluations = list(before.steps), list(before.evaluations)
+            again = {"status": "running", "failure": "", "steps": (), "evaluations": ()}
+            self.record = before.model_copy(update=again)
+        fresh = tuple(note for note in notes if note not in self.record.warnings)
+        self.record = self.record.model_copy(update={"warnings": (*self.record.warnings, *fresh), "approvals": seen})
         record.write(self.run_dir, self.record)
+        for note in notes:
+            say(f"warning: {note}")
         say(f"plan {decision[:12]}: {self.plan.decision.strategy.text()}, {self.ranks.world} ranks")
 
     def close(self) -> None:
@@ -88,11 +104,11 @@ class RunLog:
         stopped = isinstance(error, RunInterrupted)
         end = {"status": "interrupted" if stopped else "failed", "failure": "" if stopped else str(error)[:2000]}
         try:
-            self._note(**end)
+            self._end(**end)
         except OSError:
             free_room(self.run_dir)
             with contextlib.suppress(OSError):
-                self._note(**end)
+                self._end(**end)
 
     def preflight(self, results: tuple[PreflightResult, ...]) -> None:
         """What was found before anything was loaded."""
@@ -129,7 +145,7 @@ class RunLog:
     def from_the_start(self) -> None:
         """No save was there: metrics of an earlier attempt are dropped."""
         if self.metrics is not None:
-            self.metrics.begin(-1)
+            self.steps, self.evaluations = self.metrics.begin(-1)
 
     def resumed(self, step: int, notes: tuple[str, ...]) -> None:
         """The run goes on behind a save; metrics of later steps are dropped."""
@@ -159,14 +175,12 @@ class RunLog:
         if self.metrics is not None:
             self.evaluations = [*(one for one in self.evaluations if one.step != metric.step), metric]
             self.metrics.evaluation(metric)
-            self._note(evaluations=tuple(self.evaluations))
 
     def stepped(self, metric: StepMetric) -> None:
-        """A step, and what all steps so far measure."""
+        """A step that was done."""
         if self.metrics is not None:
             self.steps.append(metric)
             self.metrics.step(metric)
-            self._note(steps=tuple(self.steps), **record.measured(self.steps))
 
     def took(self, ways: tuple[WayTaken, ...]) -> None:
         """Which ways the operators with several ran so far, as far as this rank tells."""
@@ -187,7 +201,12 @@ class RunLog:
         if stopped is not None and self.first:
             say(f"stopped at step {stopped}: the held-out loss no longer falls")
         loads = tuple(ExpertLoad(layer=layer, tokens=tuple(count.tolist())) for layer, count in meter.total.items())
-        self._note(status="trained", expert_loads=loads, stopped_at_step=stopped)
+        self._end(status="trained", expert_loads=loads, stopped_at_step=stopped)
+
+    def _end(self, **fields: Any) -> None:
+        """Note how the run ended, with its steps, held-out losses and what they measure."""
+        whole = {"steps": tuple(self.steps), "evaluations": tuple(self.evaluations), **record.measured(self.steps)}
+        self._note(**whole, **fields)
 
     def _note(self, **fields: Any) -> None:
         if self.record is not None:

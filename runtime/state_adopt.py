@@ -66,14 +66,16 @@ def adopt(old_run: Path, new_run: Path) -> str:
 
 
 def require_same_training(old: AdaptationPlan, new: AdaptationPlan, where: str) -> None:
-    """Only the mesh may differ.
+    """Only the mesh may differ; weights' values are compared where both plans pin them.
 
     Raises:
         StalePlanError: ``other-training``.
     """
-    if training_sha256(old) == training_sha256(new):
+    pins = [plan.decision.weights for plan in (old, new)]
+    swapped = all(pin is not None and pin.files for pin in pins) and pins[0] != pins[1]
+    if training_sha256(old) == training_sha256(new) and not swapped:
         return
-    sections = ("checkpoint", "data", "recipe", "lora_targets")
+    sections = ("checkpoint", *(("weights",) if swapped else ()), "data", "recipe", "lora_targets")
     differ = [name for name in sections if getattr(old.decision, name) != getattr(new.decision, name)]
     raise StalePlanError(
         "other-training",

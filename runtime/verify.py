@@ -8,7 +8,9 @@ from pathlib import Path
 
 from shardwright.checkpoints.config import read_config
 from shardwright.checkpoints.fingerprint import fingerprint
+from shardwright.checkpoints.headers import Headers, read_headers
 from shardwright.checkpoints.remote_code import read_code, trust
+from shardwright.checkpoints.sampled import weights_pin
 from shardwright.checkpoints.targets import parameter_shapes, resolve_targets
 from shardwright.kernels.registry import source_sha256
 from shardwright.runtime.device import available
@@ -78,16 +80,42 @@ def _checkpoint(decision: Decision, folder: Path) -> Iterator[str]:
     config = read_config(folder)
     yield from _differ("decision.model_type", decision.model_type, config.model_type)
     yield from _differ("decision.architecture", decision.architecture, config.architecture)
-    found = fingerprint(folder).model_dump()
-    for field, planned in decision.checkpoint.model_dump().items():
+    headers = read_headers(folder)
+    found, pinned = fingerprint(folder, headers).model_dump(), decision.checkpoint.model_dump()
+    for field, planned in pinned.items():
         if field != "digest":
             yield from _differ(f"decision.checkpoint.{field}", planned, found[field])
+    if found["headers_sha256"] == pinned["headers_sha256"]:
+        yield from _weights(decision, folder, headers)
     if decision.remote_code is not None:
         seen, wanted = read_code(folder)[0], decision.remote_code
         for name in sorted({*seen.files, *wanted.files}):
             kept = wanted.files.get(name, "no such file")
             yield from _differ(f"decision.remote_code.files[{name}]", kept, seen.files.get(name, "no such file"))
         yield from _differ("decision.remote_code.sha256", wanted.sha256, seen.sha256)
+
+
+def _weights(decision: Decision, folder: Path, headers: Headers) -> Iterator[str]:
+    """Files whose values differ. Ranks of one node share the files out: each node reads all that it will load from."""
+    if decision.weights is None or not decision.weights.files:
+        return
+    shared = "LOCAL_WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ
+    rank, ranks = (int(os.environ[f"LOCAL_{word}"]) for word in ("RANK", "WORLD_SIZE")) if shared else (0, 1)
+    mine: dict[str, str] = dict(sorted(decision.weights.files.items())[rank::ranks])
+    found = weights_pin(folder, headers, mine).files
+    for name, sha256 in mine.items():
+        yield from _differ(f"decision.weights.files[{name}]", sha256, found.get(name, "no values"))
+
+
+def unpinned(decision: Decision) -> tuple[str, ...]:
+    """What to say where the plan does not tell what the weights' values are."""
+    if decision.weights is not None and decision.weights.files:
+        return ()
+    why = "it was made before values were pinned" if decision.weights is None else "it was made from headers alone"
+    return (
+        f"the plan does not pin the weights' values ({why}): weights of another revision with equal headers are only "
+        "told from those of this run's first start when it is resumed",
+    )
 
 
 def _data(decision: Decision, root: Path) -> Iterator[str]:

@@ -5,17 +5,19 @@ This is all that the runtime needs to know about approval: no workflow, no polic
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
+import os
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
 
-from shardwright.schemas.base import Identifier, Model, Sha256, added
+from shardwright.schemas.base import Identifier, Model, PositiveInt, Sha256, added
 from shardwright.schemas.canonical import canonical_bytes, sha256_of
 from shardwright.schemas.errors import ApprovalError
+from shardwright.schemas.files import write_atomic
+from shardwright.schemas.log_head import LogHead, demand_held, head_path, read_head, signature_of, write_head
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.validation import explain
 
@@ -41,6 +43,8 @@ class Approval(Model):
     reason: str = ""
     time: str
     previous_sha256: Sha256 | None = None
+    number: PositiveInt | None = added(None)
+    """Its line in the log. A log with a numbered line has a head beside it; ``None`` in logs from before heads."""
     sha256: Sha256
     hmac_sha256: Sha256 | None = added(None)
     """HMAC-SHA-256 of ``sha256`` under a key that reviewers share; ``None`` where unsigned."""
@@ -55,11 +59,6 @@ class Approval(Model):
 
     def recomputed(self) -> str:
         return sha256_of(self.model_dump(mode="json", exclude={"sha256", "hmac_sha256"}))
-
-
-def signature_of(sha256: str, key: bytes) -> str:
-    """HMAC-SHA-256 of an approval's hash, as hex."""
-    return hmac.new(key, sha256.encode(), hashlib.sha256).hexdigest()
 
 
 def verify_signature(approval: Approval, key: bytes) -> None:
@@ -142,17 +141,22 @@ def verify_approval(plan: AdaptationPlan, approval: Approval) -> None:
         )
 
 
-def append_to_log(log: Path, approval: Approval) -> None:
-    """Add one line to the hash-chained log.
+def append_to_log(log: Path, approval: Approval, key: bytes | None = None) -> None:
+    """Add one line to the hash-chained log, then move its head; one writer at a time.
+
+    Args:
+        key: signs the head.
 
     Raises:
-        ApprovalError: ``broken-chain`` where the approval does not follow the log's last line.
+        ApprovalError: ``broken-chain`` where the approval does not follow the log's last line; as :func:`read_log`.
     """
-    last = read_log(log)[-1].sha256 if log.exists() and log.stat().st_size else None
-    if approval.previous_sha256 != last:
+    hashes = [line.sha256 for line in read_log(log)]
+    last, number = hashes[-1] if hashes else None, len(hashes) + 1
+    if approval.previous_sha256 != last or approval.number not in (None, number):
         raise ApprovalError(
             "broken-chain",
-            f"the log ends at {last and last[:16]}, the approval follows {approval.previous_sha256}",
+            f"the log ends at line {len(hashes)}, {last and last[:16]}; the approval is for line {approval.number} "
+            f"after {approval.previous_sha256}",
             where=str(log),
             next_action="read the log again: another reviewer decided first",
         )
@@ -160,14 +164,44 @@ def append_to_log(log: Path, approval: Approval) -> None:
     with open(log, "ab") as stream:
         stream.write(canonical_bytes(approval) + b"\n")
         stream.flush()
+        os.fsync(stream.fileno())  # a head never tells of a line that a power failure can take back
+    write_head(log, LogHead.of([*hashes, approval.sha256], key))
+
+
+def copy_log(log: Path, target: Path) -> None:
+    """Verify a log and write it elsewhere, with its head, in place of what was there.
+
+    Raises:
+        ApprovalError: as :func:`read_log`.
+    """
+    head, lines = read_head(log), read_log(log)
+    head_path(target).unlink(missing_ok=True)
+    write_atomic(target, b"".join(canonical_bytes(line) + b"\n" for line in lines))
+    if head is not None:
+        write_head(target, head)
 
 
 def read_log(log: Path) -> tuple[Approval, ...]:
-    """All verdicts of a log, verified line by line.
+    """All verdicts of a log, verified line by line and against its head; none where there is no log.
 
     Raises:
-        ApprovalError: ``unreadable``, ``tampered`` or ``broken-chain`` with the line number.
+        ApprovalError: ``unreadable``, ``tampered`` or ``broken-chain`` with the line number; ``cut-log``, ``no-head``.
     """
+    head = read_head(log)  # before the lines: a reviewer who decides meanwhile makes the log longer than its head
+    lines = _lines(log) if log.exists() else ()
+    if head is not None:
+        demand_held([line.sha256 for line in lines], head, log, f"its head, {head_path(log).name},")
+    elif any(line.number is not None for line in lines):
+        raise ApprovalError(
+            "no-head",
+            "the log was written with a head beside it, which is not there: lines cut off its end would not be seen",
+            where=str(head_path(log)),
+            next_action="copy the head together with the log, or restore it from its backup",
+        )
+    return lines
+
+
+def _lines(log: Path) -> tuple[Approval, ...]:
     approvals: list[Approval] = []
     for number, line in enumerate(log.read_bytes().splitlines(), start=1):
         where = f"{log}:{number}"
@@ -183,7 +217,7 @@ def read_log(log: Path) -> tuple[Approval, ...]:
                 "tampered", "the line was changed after it was written", where=where, next_action="restore the log"
             )
         expected = approvals[-1].sha256 if approvals else None
-        if approval.previous_sha256 != expected:
+        if approval.previous_sha256 != expected or approval.number not in (None, number):
             raise ApprovalError(
                 "broken-chain",
                 "a line before this one was removed or reordered",
@@ -200,8 +234,7 @@ def find_approval(log: Path, plan: AdaptationPlan) -> Approval:
     Raises:
         ApprovalError: ``needs-approval`` where there is none.
     """
-    verdicts = read_log(log) if log.exists() else ()
-    for approval in reversed(verdicts):
+    for approval in reversed(read_log(log)):
         if approval.decision_sha256 == plan.hashes.decision and approval.evidence_sha256 == plan.hashes.evidence:
             return approval
     raise ApprovalError(

@@ -81,6 +81,8 @@ class Gain(Model):
     origin: EvidenceOrigin
     basis: str
     """Where the numbers come from: result file and date, or formula and calibration."""
+    evidence: tuple[Sha256, ...] = added(())
+    """Files of the user's own that measured times come from, by hash; those that come with the package have none."""
 
 
 class Variant(Model):

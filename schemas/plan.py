@@ -17,7 +17,7 @@ from shardwright.schemas.files import write_atomic
 from shardwright.schemas.fusion import FusionDecision, FusionProposal
 from shardwright.schemas.llm import LlmRecord
 from shardwright.schemas.lora import LoraTarget
-from shardwright.schemas.profile import CheckpointFingerprint, CheckpointProfile
+from shardwright.schemas.profile import CheckpointFingerprint, CheckpointProfile, WeightsPin
 from shardwright.schemas.recipe import Recipe
 from shardwright.schemas.strategy import ParallelStrategy
 from shardwright.schemas.validation import explain
@@ -65,6 +65,8 @@ class Decision(Model):
     model_type: str
     architecture: str
     checkpoint: CheckpointFingerprint
+    weights: WeightsPin | None = added(None)
+    """What the weights' values are; ``None`` in plans that were made before values were pinned."""
     data: DataPin
     recipe: Recipe
     cluster: ClusterRef
@@ -128,6 +130,18 @@ class PlainCost(Model):
     reserved_bytes: CountInt
 
 
+class EvidenceFile(Model):
+    """A file of measured times that fusions were ranked by, beside the times that come with the package."""
+
+    sha256: Sha256
+    times: CountInt
+    """Of the cluster's device, at the sources that the installed operators have: these were believed."""
+    stale: dict[Identifier, CountInt] = {}
+    """Operator → times of this device at other sources than it has now, with none at these in their place: ignored."""
+    elsewhere: CountInt = 0
+    """Times of other devices: ignored."""
+
+
 class Provenance(Model):
     """Which tools made the plan. No clock, no host."""
 
@@ -139,6 +153,8 @@ class Provenance(Model):
     cluster_digest: Sha256
     recipe_digest: Sha256
     calibration_digest: Sha256 | None = None
+    evidence_files: tuple[EvidenceFile, ...] = added(())
+    """The user's own measured times; of two files that time the same, the later one was believed."""
     graph_digest: Sha256
 
 

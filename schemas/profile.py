@@ -32,7 +32,7 @@ class CheckpointFingerprint(Model):
     """Hashes of everything that decides how a checkpoint is read.
 
     ``digest`` covers the others. Headers carry every tensor's name, dtype, shape and offsets;
-    weight values are checked when they are loaded, not here (a terabyte is not read to plan).
+    what the values are is pinned beside it (``WeightsPin``).
     """
 
     config_sha256: Sha256
@@ -40,6 +40,20 @@ class CheckpointFingerprint(Model):
     tokenizer_sha256: Sha256 | None = None
     total_file_bytes: CountInt
     digest: Sha256
+
+
+class WeightsPin(Model):
+    """What the weights' values were when a plan was made, as far as they were read.
+
+    Small checkpoints are read whole, of large ones a bounded number of pieces (``checkpoints.sampled``).
+    """
+
+    scheme: Literal["pieces-1"] = "pieces-1"
+    """Which bytes are read."""
+    files: dict[str, Sha256] = {}
+    """Weight file → hash of its pieces; empty where the plan was made from headers alone."""
+    read_bytes: CountInt = 0
+    """How many bytes the pieces are, over all files."""
 
 
 class ActiveCounts(Model):

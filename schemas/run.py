@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from shardwright.schemas.base import CountInt, Model, NonNegative, Sha256, added
+from shardwright.schemas.log_head import LogHead
 
 CheckStage = Literal["load", "step", "export"]
 
@@ -115,7 +116,10 @@ class PreflightResult(Model):
 
 
 class RunRecord(Model):
-    """The whole run. Written by rank 0, completed by the export and check stages."""
+    """The whole run. Written by rank 0, completed by the export and check stages.
+
+    While it runs, ``steps`` and ``evaluations`` stand in metrics.jsonl alone.
+    """
 
     schema_version: Literal[1] = 1
     decision_sha256: Sha256
@@ -143,6 +147,8 @@ class RunRecord(Model):
     """Of operators with several ways, which ran: sparse attention over all keys or over selected ones."""
     exports: tuple[ExportFacts, ...] = ()
     preflight: tuple[PreflightResult, ...] = ()
+    approvals: LogHead | None = added(None)
+    """How far the approvals log reached when the run last started: a later start refuses a log without these lines."""
     warnings: tuple[str, ...] = ()
     """Decisions that were taken while it ran, each with its cause: a damaged save passed over, another mesh."""
     failure: str = ""

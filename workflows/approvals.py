@@ -126,7 +126,7 @@ def _append(
     policy_sha256: str | None,
     key: bytes | None,
 ) -> Approval:
-    previous = read_log(log) if log.exists() else ()
+    previous = read_log(log)
     proposals = proposals_to_decide(plan) if verdict == "approve" else ()
     approval = Approval.seal(
         key=key,
@@ -140,8 +140,9 @@ def _append(
         reason=reason,
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         previous_sha256=previous[-1].sha256 if previous else None,
+        number=len(previous) + 1,
     )
-    append_to_log(log, approval)
+    append_to_log(log, approval, key)
     return approval
 
 
@@ -154,8 +155,7 @@ def latest_verdict(log: Path, plan: AdaptationPlan) -> Approval | None:
 def _verdicts_on(log: Path, plan: AdaptationPlan) -> list[Approval]:
     """All verdicts on exactly this plan, in their order."""
     hashes = plan.hashes
-    verdicts = read_log(log) if log.exists() else ()
-    return [v for v in verdicts if (v.decision_sha256, v.evidence_sha256) == (hashes.decision, hashes.evidence)]
+    return [v for v in read_log(log) if (v.decision_sha256, v.evidence_sha256) == (hashes.decision, hashes.evidence)]
 
 
 def _signed(approval: Approval) -> bool:

@@ -26,6 +26,10 @@ class AdaptState(TypedDict, total=False):
     profile: str
     targets: str
     data: str
+    weights: str
+    """What the weights' values are."""
+    evidence: str
+    """The user's files of measured times, judged for the cluster; absent where none was named."""
     graph: str
     captured: str
     """Proposals as structure parsing found them."""

@@ -20,6 +20,7 @@ from shardwright.workflows.approvals import (
 )
 from shardwright.workflows.context import Context
 from shardwright.workflows.policy import denied, evaluate
+from shardwright.workflows.whole_log import demand_whole_log, head_seen
 
 Reviewer = Callable[[Path], None]
 """Given the plan file: shows it and lets a person decide; verdicts go to the log beside it."""
@@ -49,6 +50,7 @@ def settle(context: Context, planned: AdaptationPlan, policy: Policy | None, rev
         )
     verify_approval(plan, verdict)
     demand_signature(verdict)
+    demand_whole_log(context.approvals, head_seen(context.run_dir, plan))
     if policy is not None and policy.approver_is_not_author:
         demand_other_approver(context.approvals, plan)
     context.keep_plan(plan)

@@ -7,7 +7,13 @@ from difflib import get_close_matches
 from shardwright.schemas.errors import UsageError
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.workflows.report.blocks import Document, Heading, Table, Text
-from shardwright.workflows.report.plan_content import alternatives_section, cost_section, fusion_section, plan_summary
+from shardwright.workflows.report.plan_content import (
+    alternatives_section,
+    cost_section,
+    fusion_section,
+    gain_source,
+    plan_summary,
+)
 from shardwright.workflows.report.plan_verdict import signed_section
 from shardwright.workflows.report.units import duration
 
@@ -61,7 +67,7 @@ def proposal_document(plan: AdaptationPlan, proposal_id: str) -> Document:
             f"{duration(v.gain.time_ms)} beside {duration(v.gain.eager_ms)} eager, floor {duration(v.gain.floor_ms)}"
             if v.gain
             else "not ranked",
-            f"{v.gain.origin}: {v.gain.basis}" if v.gain else v.unranked_because or "–",
+            gain_source(v.gain) if v.gain else v.unranked_because or "–",
             "yes" if v.available else f"no: {v.unavailable_because}",
         )
         for v in proposal.variants

@@ -15,7 +15,7 @@ from shardwright.workflows.prepare import require_run
 from shardwright.workflows.request import request_path
 from shardwright.workflows.watching import RunStatus, run_status
 
-REVIEWED = ("plan.json", "plans", "approvals.jsonl", "policy_result.json")
+REVIEWED = ("plan.json", "plans", "approvals.jsonl", "approvals.jsonl.head", "policy_result.json")
 """What stands after review."""
 FORKABLE = ("ingest", "structure", "propose", "search", "join", "review", "execute")
 

@@ -1,14 +1,15 @@
-"""The fused operators on this machine: verified on a device or in Triton's interpreter, tuned on a device."""
+"""The fused operators on this machine: verified on a device or in Triton's interpreter, timed and tuned on a device."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwright.kernels.verify import VerifyResult
+    from shardwright.schemas.bench import BenchLine
     from shardwright.schemas.tuned import TunedFile
 
 
@@ -29,6 +30,47 @@ def verify_operators(ops: list[str] | None) -> list[VerifyResult]:
     from shardwright.kernels.verify import verify_all
 
     return verify_all(ops, "cuda" if cuda else "cpu")
+
+
+def bench_operators(
+    ops: list[str] | None, out: Path, evidence: Path | None, cases: Sequence[str], say: Callable[[str], None]
+) -> tuple[list[BenchLine], tuple[str, ...]]:
+    """Time operators on this machine's CUDA device; the lines, and the operators that are wrong here.
+
+    A plan runs what the evidence says is faster. So where evidence is asked for, each operator is verified on the
+    device first, and one with anything wrong is not timed.
+
+    Args:
+        evidence: the store that the times are added to; ``None``: they are only shown and kept as result lines.
+        cases: beginnings of the names of the cases to time.
+        say: told what is being verified.
+
+    Raises:
+        KernelError: ``no-device``, ``unknown-operator`` or ``no-case``.
+    """
+    import torch
+
+    from shardwright.kernels.bench import bench_all
+    from shardwright.kernels.registry import OPERATORS, operator
+    from shardwright.kernels.suite import progress
+
+    chosen: Sequence[str] | None = ops
+    wrong: tuple[str, ...] = ()
+    if evidence is not None and torch.cuda.is_available():
+        from shardwright.kernels.verify_jobs import default_jobs, verify_in_jobs
+
+        timed = [
+            name
+            for name in ops or tuple(OPERATORS)
+            for suite in operator(name).load_suites()
+            if any(case.case.startswith(tuple(cases)) for case in suite.bench)
+        ]
+        found = verify_in_jobs(tuple(dict.fromkeys(timed)), "cuda", default_jobs("cuda"), say) if timed else {}
+        wrong = tuple(dict.fromkeys(r.op for results in found.values() for r in results if not r.ok))
+        chosen = [name for name in dict.fromkeys(timed) if name not in wrong] if timed else ops
+    if chosen is not None and not chosen:
+        return [], wrong
+    return bench_all(chosen, out, evidence, cases=cases, report=progress), wrong
 
 
 def tune_operators(ops: list[str] | None, out: Path | None, report: Callable[[str], None]) -> TunedFile:

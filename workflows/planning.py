@@ -19,16 +19,18 @@ from shardwright.schemas.plan import (
     DataPin,
     Decision,
     Evidence,
+    EvidenceFile,
     PlainCost,
     Provenance,
     RemoteCode,
     SearchRecord,
 )
-from shardwright.schemas.profile import CheckpointProfile
+from shardwright.schemas.profile import CheckpointProfile, WeightsPin
 from shardwright.schemas.recipe import Recipe
 from shardwright.schemas.strategy import ParallelStrategy
 from shardwright.schemas.words import plural
 from shardwright.workflows.environment import tool_versions, worker_environment
+from shardwright.workflows.evidence import believed
 from shardwright.workflows.report.units import duration, size
 from shardwright.workflows.stages import Stages
 
@@ -44,6 +46,9 @@ class Inputs:
     targets: tuple[LoraTarget, ...]
     data: DataPin
     graph: OpGraph
+    weights: WeightsPin | None = None
+    evidence: tuple[EvidenceFile, ...] = ()
+    """The user's own measured times."""
     remote_code: RemoteCode | None = None
 
 
@@ -217,6 +222,7 @@ def assemble(
         model_type=profile.model_type,
         architecture=profile.architecture,
         checkpoint=profile.fingerprint,
+        weights=inputs.weights,
         data=inputs.data,
         recipe=recipe,
         cluster=inputs.cluster_ref,
@@ -239,13 +245,30 @@ def assemble(
             versions=tool_versions(),
             cluster_digest=inputs.cluster_ref.digest,
             recipe_digest=sha256_of(recipe),
+            evidence_files=inputs.evidence,
             graph_digest=sha256_of(inputs.graph),
             llm="off" if advice is None else advice.text(),
             llm_record=advice,
         ),
-        explanation=(*_with_fusions(joined), *explanation),
+        explanation=(
+            *_with_fusions(joined),
+            *explanation,
+            *believed(inputs.evidence, joined.proposals, cluster.device.name),
+            *_pinned(inputs),
+        ),
     )
     return AdaptationPlan.seal(decision, evidence)
+
+
+def _pinned(inputs: Inputs) -> tuple[str, ...]:
+    """How far the plan tells the weights' values; nothing for a run that began before values were pinned."""
+    weights, stored = inputs.weights, inputs.profile.stored_bytes
+    if weights is None:
+        return ()
+    if not weights.files:
+        return ("The weights' values are not pinned: the plan was made from headers alone.",)
+    part = "whole" if weights.read_bytes == stored else f"by {size(weights.read_bytes)} of {size(stored)}"
+    return (f"The weights' values are pinned {part}, spread over {plural(len(weights.files), 'file')}.",)
 
 
 def _with_fusions(joined: Joined) -> tuple[str, ...]:

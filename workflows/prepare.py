@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.checkpoints.marker import HEADERS_ONLY
-from shardwright.schemas.approval import find_approval, read_log, verify_approval
-from shardwright.schemas.canonical import canonical_bytes, sha256_file
+from shardwright.schemas.approval import copy_log, find_approval, verify_approval
+from shardwright.schemas.canonical import sha256_file
 from shardwright.schemas.errors import CheckpointError, RunError, StalePlanError, UsageError
-from shardwright.schemas.files import write_atomic
 from shardwright.schemas.plan import AdaptationPlan, load_plan, parse_plan
 from shardwright.workflows.approvals import demand_other_approver, demand_signature
 from shardwright.workflows.artifacts import ArtifactStore
 from shardwright.workflows.context import AdaptState
+from shardwright.workflows.evidence import pins
 from shardwright.workflows.remote_code import require_trust
 from shardwright.workflows.request import (
     Goal,
@@ -29,6 +30,7 @@ from shardwright.workflows.request import (
     request_path,
 )
 from shardwright.workflows.stages import Stages, cluster_sha256
+from shardwright.workflows.whole_log import demand_whole_log, head_seen
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ def fresh_request(
     offline: bool = False,
     llm: LlmRequest | None = None,
     trust_remote_code: str | None = None,
+    evidence: list[Path] | None = None,
+    tell: Callable[[str], None] = lambda words: None,
 ) -> Request:
     """The request of ``plan`` and ``adapt``; recipe and cluster are read here, so their faults show at once.
 
@@ -60,16 +64,21 @@ def fresh_request(
         offline: refuse what another machine would have to answer.
         llm: which language model is asked.
         trust_remote_code: hash of the checkpoint's own code, which may then run.
+        evidence: files of measured times of the user's own.
+        tell: told what counts in each of them, and what does not.
 
     Raises:
         CheckpointError, RecipeError, ClusterError: an input is missing or wrong.
-        UsageError: ``trust-not-needed``.
+        UsageError: ``trust-not-needed``; a file of measured times as ``workflows.evidence.pins``.
     """
     read = load_recipe(recipe)
     folder = checkpoint_folder(checkpoint, offline=offline)
     if trust_remote_code is not None:
         require_trust(folder, trust_remote_code)
     spec = (stages or Stages()).load_cluster(cluster)
+    times, told = pins(evidence, spec)
+    for words in told:
+        tell(words)
     as_path = Path(cluster)
     return Request(
         goal=goal,
@@ -82,6 +91,7 @@ def fresh_request(
         trials=trials,
         name=_name(read.name),
         search=search,
+        evidence=times,
         llm=llm,
         trust_remote_code=trust_remote_code,
     )
@@ -94,8 +104,12 @@ def approved_start(
     data_root: Path | None,
     run_dir: Path | None,
     other_approver: bool = False,
+    approvals_head: str | None = None,
 ) -> Prepared:
     """The request and first state of ``apply``; the approvals log is copied into the run's folder.
+
+    Args:
+        approvals_head: hash of a line that the log must have.
 
     Raises:
         PlanError: the plan's bytes are not what they claim to be.
@@ -126,8 +140,9 @@ def approved_start(
             where=str(target),
             next_action="start that `adapt` command again, or name another --run-dir",
         )
-    verdicts = b"".join(canonical_bytes(item) + b"\n" for item in read_log(log))
-    write_atomic(target / "approvals.jsonl", verdicts)
+    demand_whole_log(log, head_seen(target, plan), approvals_head)
+    if log.resolve() != (target / "approvals.jsonl").resolve():
+        copy_log(log, target / "approvals.jsonl")
     plan.save(target / "plan.json")
     return Prepared(request, target, _state(target, plan, approval.sha256))
 

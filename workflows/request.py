@@ -39,6 +39,13 @@ class LlmRequest(Model):
     replay_sha256: Sha256 | None = None
 
 
+class EvidencePin(Model):
+    """A file of the user's own measured times."""
+
+    path: str
+    sha256: Sha256
+
+
 class Request(Model):
     """One run's inputs. Paths are absolute; what they hold is pinned by hash."""
 
@@ -56,6 +63,8 @@ class Request(Model):
     plan_sha256: Sha256 | None = None
     """Of the plan file's bytes, where the run starts from a plan (``apply``)."""
     search: SearchRequest | None = added(None)
+    evidence: tuple[EvidencePin, ...] = added(())
+    """Measured times to rank fusions by, beside those that come with the package; a later file goes before."""
     llm: LlmRequest | None = added(None)
     """``None``: rules alone."""
     trust_remote_code: Sha256 | None = added(None)

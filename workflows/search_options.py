@@ -172,6 +172,7 @@ def stages_with(options: SearchOptions) -> Stages:
         usual,
         search=partial(usual.search, **asked, time_budget_s=options.time_budget_s),
         search_fused=partial(usual.search_fused, **asked),
+        advise=partial(usual.advise, calibration=options.calibration, loads=options.loads),
         violations=violations,
         estimate=estimate,
         place=placing,

@@ -15,7 +15,7 @@ from shardwright.schemas.fusion import FusionDecision, FusionProposal
 from shardwright.schemas.graph import OpGraph
 from shardwright.schemas.lora import LoraTarget
 from shardwright.schemas.plan import AdaptationPlan, Alternative, SearchRecord
-from shardwright.schemas.profile import CheckpointProfile
+from shardwright.schemas.profile import CheckpointProfile, WeightsPin
 from shardwright.schemas.recipe import BalanceSpec, DataSpec, LoraSpec, Recipe
 from shardwright.schemas.run import AdapterFacts, CheckResult
 from shardwright.schemas.strategy import ParallelStrategy
@@ -99,6 +99,12 @@ def _profile(folder: Path) -> CheckpointProfile:
     return profile_checkpoint(folder)
 
 
+def _weights(folder: Path) -> WeightsPin:
+    from shardwright.checkpoints.sampled import weights_pin
+
+    return weights_pin(folder)
+
+
 def _targets(folder: Path, lora: LoraSpec) -> tuple[LoraTarget, ...]:
     from shardwright.checkpoints.config import read_config
     from shardwright.checkpoints.targets import parameter_shapes, resolve_targets
@@ -118,10 +124,12 @@ def _documents(folder: Path, data: DataSpec) -> None:
     check_documents(folder, data)
 
 
-def _structure(folder: Path, profile: CheckpointProfile, cluster: ClusterSpec, recipe: Recipe) -> StructureResult:
+def _structure(
+    folder: Path, profile: CheckpointProfile, cluster: ClusterSpec, recipe: Recipe, evidence: tuple[Path, ...] = ()
+) -> StructureResult:
     from shardwright.agents.structure.run import run_structure
 
-    return run_structure(folder, profile, cluster, recipe)
+    return run_structure(folder, profile, cluster, recipe, evidence)
 
 
 def _search(
@@ -163,6 +171,8 @@ def _advise(
     targets: tuple[LoraTarget, ...],
     asked: LlmRequest,
     recording: Path,
+    evidence: tuple[Path, ...] = (),
+    **prices: Any,
 ) -> LlmAdvice:
     from shardwright.agents.llm.consult import consult
     from shardwright.workflows.advising import wire_for
@@ -178,6 +188,8 @@ def _advise(
         endpoint=asked.endpoint,
         wire=wire,
         recording=recording,
+        evidence=evidence,
+        **prices,
     )
 
 
@@ -254,19 +266,20 @@ class Stages:
     load_cluster: Callable[[str], ClusterSpec] = _load_cluster
     cluster_ref: Callable[[ClusterSpec], ClusterRef] = _cluster_ref
     profile: Callable[[Path], CheckpointProfile] = _profile
+    weights: Callable[[Path], WeightsPin] = _weights
     targets: Callable[[Path, LoraSpec], tuple[LoraTarget, ...]] = _targets
     balance: Callable[[Path, BalanceSpec], None] = _balance
     documents: Callable[[Path, DataSpec], None] = _documents
-    structure: Callable[[Path, CheckpointProfile, ClusterSpec, Recipe], StructureResult] = _structure
+    structure: Callable[..., StructureResult] = _structure
+    """(checkpoint, profile, cluster, recipe), and where there are any the user's files of measured times."""
     search: Callable[..., SearchResult] = _search
     """(profile, recipe, cluster, targets, trials, journal); by name ``advised`` plans to start from, where there are
     any, and ``progress``, told (trials done, trials wanted)."""
     search_fused: Callable[..., FusedSearch | None] = _search_fused
     """(profile, recipe, cluster, targets, decisions of a strategy, the search's best): the search as strategies run;
     ``None`` where none may have a fused operator."""
-    advise: Callable[
-        [Path, CheckpointProfile, Recipe, ClusterSpec, tuple[LoraTarget, ...], LlmRequest, Path], LlmAdvice
-    ] = _advise
+    advise: Callable[..., LlmAdvice] = _advise
+    """(folder, profile, recipe, cluster, targets, what was asked, recording), then the user's files of times."""
     recertify: Callable[[Proposals, ParallelStrategy, ClusterSpec, Recipe], tuple[Proposals, Decisions]] = _recertify
     violations: Callable[[CheckpointProfile, Recipe, ClusterSpec, ParallelStrategy], tuple[str, ...]] = _violations
     estimate: Callable[

@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 
 from shardwright.agents.structure.kernel_oracle import OPERANDS
+from shardwright.agents.structure.measured import find, verified
 from shardwright.agents.structure.patterns.base import Match, VariantSpec
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.errors import KernelError
 from shardwright.schemas.fusion import Gain, Variant, VariantPredicate
-from shardwright.schemas.ops import EvidenceOrigin, MeasuredTime, OpCost, PassCost, PassName
+from shardwright.schemas.ops import EvidenceOrigin, OpCost, PassCost, PassName
 from shardwright.schemas.profile import CheckpointProfile
 from shardwright.schemas.recipe import Recipe
 from shardwright.search_spaces.cost.compute import flops_rate, op_time_ms
@@ -26,9 +27,6 @@ from shardwright.search_spaces.provider_libraries import Library, libraries
 from shardwright.search_spaces.providers import REWRITTEN, provider_cost
 
 MODELLED_PASS: PassName = "fwd+dx"
-MEASURED_PASSES: tuple[PassName, ...] = ("fwd+dx", "fwd+bwd")
-"""Passes of a measured time that may stand for a step, best first."""
-
 Parts = tuple[tuple[str, dict[str, int]], ...]
 """Operators with their named sizes, one after the other."""
 
@@ -41,7 +39,7 @@ class Target:
     profile: CheckpointProfile
     recipe: Recipe
     evidence: tuple[Path, ...] = ()
-    """Files of measured times, JSON lines; a later file overrides an earlier one."""
+    """Files of measured times, JSON lines, the user's own last; a later file goes before an earlier one."""
     packed: Mapping[str, str] | None = None
     """Parameter → storage format where it is not plain; ``None`` where it is not known which, only that some are."""
 
@@ -70,13 +68,8 @@ class Timing:
     floor_ms: float
     origin: EvidenceOrigin
     basis: str
-
-
-def shipped_evidence() -> tuple[Path, ...]:
-    """Files of measured times that come with the package."""
-    from shardwright.kernels.evidence import SHIPPED
-
-    return tuple(sorted(SHIPPED.glob("*.jsonl")))
+    files: tuple[str, ...] = ()
+    """The user's own files that it was measured in, by hash."""
 
 
 def variants(match: Match, target: Target, *, adapted: bool) -> tuple[Variant, ...]:
@@ -166,6 +159,8 @@ def _unavailable(match: Match, spec: VariantSpec, target: Target, adapted: bool)
         return f"computes {' or '.join(spec.forms)}; the region is {match.constants.get('form')}"
     if refused := match.pattern.refuses(match, spec):
         return refused
+    if refused := unverified(match, spec, target.evidence):
+        return refused
     if adapted and (refused := match.pattern.refuses_adapter(spec, target.recipe.lora)):
         return refused
     if refused := _stored_otherwise(match, spec, target):
@@ -173,6 +168,21 @@ def _unavailable(match: Match, spec: VariantSpec, target: Target, adapted: bool)
     if spec.provider == "shardwright":
         return _outside_contract(match, spec.op, target) if registered(spec.op) else f"no operator {spec.op} exists"
     return ""
+
+
+def unverified(match: Match, spec: VariantSpec, files: tuple[Path, ...] = ()) -> str:
+    """Operators that no device has verified, and what does so; empty where a plan may run all that the variant runs.
+
+    Args:
+        files: measured times beside those that come with the package.
+    """
+    missing = [op for op in match.pattern.must_verify(match, spec) if not verified(op, files)]
+    if not missing:
+        return ""
+    bench = f"`shardwright kernels bench {' '.join(missing)} --evidence FILE`"
+    return (
+        f"no device has verified {', '.join(missing)} at its present source: {bench} does, for `plan --evidence FILE`"
+    )
 
 
 def _stored_otherwise(match: Match, spec: VariantSpec, target: Target) -> str:
@@ -230,10 +240,10 @@ def timing(op: str, provider: str, shape: dict[str, int], target: Target, source
     Args:
         source: where the counts of a library's kernel come from.
     """
-    seen = measured(op, provider, shape, target)
+    seen = find(op, provider, shape, target.cluster.device.name, target.dtype, target.evidence)
     if seen is not None:
-        basis = f"measured on {seen.device}, {seen.date}, {seen.shape_bucket}, {seen.pass_name}, {seen.repeats} repeats"
-        return Timing(seen.median_ms, seen.floor_ms, "measured", basis)
+        files = (seen.file,) if seen.file else ()
+        return Timing(seen.time.median_ms, seen.time.floor_ms, "measured", seen.basis, files)
     cost, device = counted(op, provider, shape, target.dtype), target.cluster.device
     sizes = ", ".join(f"{name} {size}" for name, size in shape.items())
     basis = f"counted flops and bytes over the rates of {device.name}; {sizes}, {target.dtype}, {MODELLED_PASS}"
@@ -251,6 +261,7 @@ def timing_of(parts: Parts, provider: str, target: Target, source: str = "") -> 
         sum(one.floor_ms for one in each),
         "measured" if all(one.origin == "measured" for one in each) else "modelled",
         "; ".join(f"{op}: {one.basis}" for (op, _), one in zip(parts, each, strict=True)),
+        tuple(file for one in each for file in one.files),
     )
 
 
@@ -264,6 +275,7 @@ def _gain(provider: str, own: Timing, eager: Timing) -> Gain:
         speedup=eager.time_ms / own.time_ms if own.time_ms > 0 else 1.0,
         origin=own.origin if alike else "modelled",
         basis=own.basis if alike else f"{own.basis}; eager: {eager.basis}",
+        evidence=tuple(sorted({*own.files, *eager.files})),
     )
 
 
@@ -276,21 +288,3 @@ def floor_ms(cost: OpCost, target: Target) -> float:
         return 1e3 * max(bytes_s, work.floor_flops / flops_rate(device, cost.dtype))
 
     return one(cost.forward) + (one(cost.backward) if cost.backward else 0.0)
-
-
-def measured(op: str, provider: str, shape: dict[str, int], target: Target) -> MeasuredTime | None:
-    """A measured time of this operator on this device, from the last file that has one."""
-    if not target.evidence or not registered(op):
-        return None
-    from shardwright.kernels.evidence import EvidenceStore, shape_bucket
-    from shardwright.kernels.registry import source_sha256
-
-    key, sources = shape_bucket(shape), source_sha256(op)
-    for pass_name in MEASURED_PASSES:
-        for path in reversed(target.evidence):
-            seen = EvidenceStore(path).lookup(
-                op, provider, pass_name, target.cluster.device.name, key, sources, target.dtype
-            )
-            if seen is not None:
-                return seen
-    return None

@@ -10,9 +10,10 @@ import torch
 from shardwright.agents.structure.canonical import CanonicalGraph, canonical_graphs, layer_graph, opaque_layer
 from shardwright.agents.structure.capture import CapturedGraph, capture_model
 from shardwright.agents.structure.facts import ModelFacts, observe, versions
+from shardwright.agents.structure.measured import shipped_evidence
 from shardwright.agents.structure.patterns import Match
 from shardwright.agents.structure.propose import find_matches, propose
-from shardwright.agents.structure.rank import Target, shipped_evidence
+from shardwright.agents.structure.rank import Target
 from shardwright.agents.structure.skeleton import SEQUENCE, find_layers
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.fusion import FusionProposal
@@ -46,7 +47,7 @@ def open_structure(
     profile: CheckpointProfile,
     cluster: ClusterSpec,
     recipe: Recipe,
-    evidence_path: Path | None = None,
+    evidence: tuple[Path, ...] = (),
 ) -> Opened:
     """Capture and match; arguments and errors as ``run_structure``."""
     from shardwright.checkpoints.build import build_on_meta
@@ -61,10 +62,10 @@ def open_structure(
     facts = observe(model, units, targets, profile.tied_weights)
     captured = capture_model(model, profile.layer_kinds, profile.shape.num_layers)
     pairs = canonical_graphs(captured)
-    evidence = (*shipped_evidence(), *((evidence_path,) if evidence_path is not None else ()))
     plain = all(packing.format == "plain" for packing in profile.packing)
+    files = (*shipped_evidence(), *evidence)
     packed = {} if plain else packed_parameters(folder, model)
-    return Opened(pairs, find_matches(pairs), facts, Target(cluster, profile, recipe, evidence, packed))
+    return Opened(pairs, find_matches(pairs), facts, Target(cluster, profile, recipe, files, packed))
 
 
 def run_structure(
@@ -72,7 +73,7 @@ def run_structure(
     profile: CheckpointProfile,
     cluster: ClusterSpec,
     recipe: Recipe,
-    evidence_path: Path | None = None,
+    evidence: tuple[Path, ...] = (),
 ) -> StructureResult:
     """Capture, match, certify, rank.
 
@@ -81,14 +82,16 @@ def run_structure(
         profile: of the same checkpoint.
         cluster: what variants are ranked for.
         recipe: its LoRA targets decide what lies inside a region, its format what is costed.
-        evidence_path: measured times beside those that come with the package; both replace modelled ones.
+        evidence: files of measured times beside those that come with the package; all replace modelled ones, and of
+            two that time the same case the later file's goes before.
 
     Raises:
         CheckpointError: ``unknown-architecture``, ``no-decoder-layers``.
         LegalityError: a LoRA target matches nothing.
         ClusterError: the device has no rate for the recipe's format.
+        KernelError: ``corrupt-evidence``.
     """
-    opened = open_structure(folder, profile, cluster, recipe, evidence_path)
+    opened = open_structure(folder, profile, cluster, recipe, evidence)
     proposals = propose(opened.matches, opened.facts, opened.target)
     graphs = tuple(layer_graph(one, form) if form is not None else opaque_layer(one) for one, form in opened.pairs)
     found = versions()

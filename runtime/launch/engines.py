@@ -1,22 +1,23 @@
-"""Engine name → how it starts workers. One worker contract: torchrun's environment (``runtime.launch.job``)."""
+"""What is done with the engine that a run names: launch, render, cancel, tell where."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from pathlib import Path
 
-from shardwright.runtime.launch import kubernetes, local, ray, skypilot, slurm
+from shardwright.runtime.launch import local
 from shardwright.runtime.launch.job import Job, read_state, write_state
 from shardwright.runtime.launch.options import LaunchOptions, read_options
+from shardwright.runtime.launch.registry import NAMES, engine
 from shardwright.runtime.metrics import say
-from shardwright.schemas.errors import ClusterError, UsageError
-
-RENDERED_ONLY = {"kubernetes", "skypilot"}
-"""Manifests are written for these; submitting them is the user's, with the cluster's own tool."""
+from shardwright.schemas.errors import UsageError
+from shardwright.schemas.files import write_atomic
 
 
 def launch(plan_path: Path, checkpoint: Path, data_root: Path, approvals: Path, run_dir: Path) -> int:
     """Run an approved plan with the engine that the run directory names.
+
+    Where ``RANK`` is set already, another launcher started this process: it runs as that rank and starts nothing.
 
     Returns:
         The workers' exit code.
@@ -26,45 +27,30 @@ def launch(plan_path: Path, checkpoint: Path, data_root: Path, approvals: Path, 
         ClusterError, RunError: as the engine.
     """
     options = read_options(run_dir)
-    if options.engine == "local":
-        write_state(run_dir, "local", "", "this machine")
-        return local.launch(plan_path, checkpoint, data_root, approvals, run_dir, max_restarts=options.max_restarts)
+    if "RANK" in os.environ:
+        write_state(run_dir, local.ENGINE.name, "", local.HERE)
+        return local.launch(plan_path, checkpoint, data_root, approvals, run_dir)
     job = Job.of(plan_path, checkpoint, data_root, approvals, run_dir)
-    if options.engine == "slurm":
-        return slurm.launch(job, options, say=say)
-    if options.engine == "ray":
-        return ray.launch(job, options, say=say)
+    chosen = engine(options.engine)
+    if chosen.start is not None:
+        return chosen.start(job, options, say)
     written = write_manifest(job, options)
     raise UsageError(
         "rendered-only",
-        f"{options.engine} jobs are rendered, not submitted: {', '.join(path.name for path in written)}",
+        f"{chosen.name} jobs are rendered, not submitted: {', '.join(path.name for path in written)}",
         where=str(run_dir),
-        next_action=NEXT[options.engine].format(path=written[0]),
+        next_action=f"`{chosen.submit_with.format(path=written[0])}`, then watch it there; the run directory fills as "
+        "it goes",
     )
-
-
-NEXT = {
-    "kubernetes": "`kubectl apply -f {path}`, then watch it there; the run directory fills as it goes",
-    "skypilot": "`sky jobs launch {path}`, then watch it there; the run directory fills as it goes",
-}
 
 
 def render(job: Job, options: LaunchOptions) -> dict[str, str]:
     """File name → text of what would be submitted."""
-    table: dict[str, Callable[[Job, LaunchOptions], dict[str, str]]] = {
-        "local": lambda job, options: {"command": local.describe(job, options)},
-        "slurm": lambda job, options: {slurm.SCRIPT: slurm.render(job, options)},
-        "ray": lambda job, options: {"ray.json": ray.render(job, options)},
-        "kubernetes": kubernetes.render,
-        "skypilot": lambda job, options: {skypilot.FILE: skypilot.render(job, options)},
-    }
-    return table[options.engine](job, options)
+    return engine(options.engine).render(job, options)
 
 
 def write_manifest(job: Job, options: LaunchOptions) -> tuple[Path, ...]:
     """Put what :func:`render` gives into the run directory."""
-    from shardwright.schemas.files import write_atomic
-
     paths = []
     for name, text in render(job, options).items():
         write_atomic(job.run_dir / name, text.encode())
@@ -79,10 +65,9 @@ def cancel(run_dir: Path) -> str | None:
         RunError: ``cancel-failed``.
     """
     kept = read_state(run_dir)
-    if kept is None or kept["engine"] != "slurm" or slurm.show(kept["job_id"]).get("JobState") not in slurm.ACTIVE:
+    if kept is None or (stop := engine(kept["engine"]).cancel) is None:
         return None
-    slurm.cancel(kept["job_id"])
-    return f"Slurm job {kept['job_id']}"
+    return stop(kept["job_id"])
 
 
 def where(run_dir: Path) -> str:
@@ -90,10 +75,7 @@ def where(run_dir: Path) -> str:
     kept = read_state(run_dir)
     if kept is None:
         return ""
-    if kept["engine"] != "slurm":
+    ask = engine(kept["engine"]).state if kept["engine"] in NAMES else None
+    if ask is None:
         return f"{kept['engine']} {kept['job_id'] or kept['where']}".strip()
-    try:
-        found = slurm.show(kept["job_id"]).get("JobState", "forgotten by Slurm")
-    except ClusterError:
-        found = "Slurm is not reachable from here"
-    return f"slurm job {kept['job_id']} in {kept['where']}: {found}"
+    return f"{kept['engine']} job {kept['job_id']} in {kept['where']}: {ask(kept['job_id'])}"

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from shardwright.runtime.launch.engine import Engine
 from shardwright.runtime.launch.job import Job
 from shardwright.runtime.launch.options import LaunchOptions
 from shardwright.schemas.errors import UsageError
@@ -149,3 +150,13 @@ def _resources(job: Job) -> dict[str, Any]:
     if job.cuda:
         return {"limits": {"nvidia.com/gpu": str(job.ranks_per_node)}}
     return {"requests": {"cpu": str(job.ranks_per_node)}}
+
+
+ENGINE = Engine(
+    name="kubernetes",
+    happens=f"`{TRAINJOB}` (Kubeflow) and `{JOBSET}` are written, not submitted",
+    tested_on="checked against Kubeflow's published models; not run on a cluster",
+    render=render,
+    options=frozenset({"image", "namespace", "runtime", "volume_claim", "port"}),
+    submit_with="kubectl apply -f {path}",
+)

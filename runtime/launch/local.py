@@ -11,12 +11,14 @@ from pathlib import Path
 
 from shardwright.runtime.failure import clear_failure, read_failure, read_silence
 from shardwright.runtime.launch.allocator import choose_allocator
-from shardwright.runtime.launch.job import Job
+from shardwright.runtime.launch.engine import Engine, Say
+from shardwright.runtime.launch.job import Job, write_state
 from shardwright.runtime.launch.options import LaunchOptions
 from shardwright.runtime.launch.process import PARENT, RunLock, free_port
 from shardwright.schemas.errors import ExitCode, RunError
 from shardwright.schemas.plan import load_plan
 
+HERE = "this machine"
 KILL_AFTER_S = 60.0
 """Between a polite end and a forced one: time for the step in progress and its save."""
 MAX_RESTARTS = 3
@@ -86,6 +88,13 @@ def launch(
         where=str(run_dir / "logs"),
         next_action="read the last lines of the rank logs there; `shardwright resume` goes on from the newest save",
     )
+
+
+def start(job: Job, options: LaunchOptions, say: Say) -> int:
+    """:func:`launch` as an engine's."""
+    write_state(job.run_dir, ENGINE.name, "", HERE)
+    paths = job.plan_path, job.checkpoint, job.data_root, job.approvals, job.run_dir
+    return launch(*paths, max_restarts=options.max_restarts)
 
 
 def describe(job: Job, options: LaunchOptions) -> str:
@@ -171,3 +180,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+ENGINE = Engine(
+    name="local",
+    happens="torchrun on this machine; killed workers are restarted from the newest save",
+    tested_on="two and four CPU ranks, SIGKILL of a rank",
+    render=lambda job, options: {"command": describe(job, options)},
+    start=start,
+)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, ValidationError
 
+from shardwright.runtime.launch.registry import NAMES, engine, engines
 from shardwright.schemas.base import CountInt, Model, PositiveInt
 from shardwright.schemas.canonical import pretty_bytes
 from shardwright.schemas.errors import UsageError
@@ -14,13 +15,20 @@ from shardwright.schemas.files import write_atomic
 from shardwright.schemas.validation import explain, parse_yaml
 
 FILE = "launch_options.json"
-Engine = Literal["local", "slurm", "ray", "kubernetes", "skypilot"]
+COMMON = frozenset({"engine", "max_restarts", "preflight"})
+"""What every engine reads; the rest is for those that name it in their ``Engine.options``."""
+
+
+def _registered(name: str) -> str:
+    if name not in NAMES:
+        raise ValueError(f"expected one of {', '.join(NAMES)}")
+    return name
 
 
 class LaunchOptions(Model):
     """What an engine is told beyond the plan. None of it changes what is computed."""
 
-    engine: Engine = "local"
+    engine: Annotated[str, AfterValidator(_registered)] = "local"
     max_restarts: CountInt = 3
     """How often killed workers are started again from the newest save."""
     preflight: bool = False
@@ -54,18 +62,28 @@ def parse_options(text: str) -> LaunchOptions:
     """An engine's name, or a YAML file with these options.
 
     Raises:
-        UsageError: ``unreadable``, ``invalid``, ``unknown-engine``.
+        UsageError: ``unreadable``, ``invalid``, ``unknown-engine``, ``option-not-read``.
     """
-    if text in get_args(Engine):
+    if text in NAMES:
         return LaunchOptions.model_validate({"engine": text})
     if not Path(text).is_file():
         raise UsageError(
             "unknown-engine",
-            f"{text!r} is neither an engine ({', '.join(get_args(Engine))}) nor a file",
+            f"{text!r} is neither an engine ({', '.join(NAMES)}) nor a file",
             where="--launch",
             next_action="name one of these, or a YAML file with launch options",
         )
-    return parse_yaml(LaunchOptions, Path(text).read_bytes(), where=text, error=UsageError)
+    options = parse_yaml(LaunchOptions, Path(text).read_bytes(), where=text, error=UsageError)
+    unread = sorted(options.model_fields_set - COMMON - engine(options.engine).options)
+    if unread:
+        raise UsageError(
+            "option-not-read",
+            f"{options.engine} does not read {', '.join(unread)}",
+            where=text,
+            next_action="take it out; an engine that reads it: "
+            + (", ".join(one.name for one in engines() if one.options.issuperset(unread)) or "none"),
+        )
+    return options
 
 
 def write_options(run_dir: Path, options: LaunchOptions) -> None:

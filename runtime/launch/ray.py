@@ -8,17 +8,17 @@ import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Callable
 from typing import Any
 
 from shardwright.runtime.failure import clear_failure, read_failure
 from shardwright.runtime.launch.allocator import choose_allocator
+from shardwright.runtime.launch.engine import Engine, Say
 from shardwright.runtime.launch.job import Job, write_state
 from shardwright.runtime.launch.options import LaunchOptions
 from shardwright.schemas.errors import ClusterError, ExitCode, RunError
 from shardwright.schemas.words import plural
 
-STORAGE = "ray"
+FILE, STORAGE = "ray.json", "ray"
 START_TIMEOUT_S = "300"
 """Ray's own 60 s are short where workers import torch from slow storage."""
 
@@ -35,7 +35,7 @@ def render(job: Job, options: LaunchOptions) -> str:
     return json.dumps(body, indent=2) + "\n"
 
 
-def launch(job: Job, options: LaunchOptions, *, say: Callable[[str], None]) -> int:
+def launch(job: Job, options: LaunchOptions, *, say: Say) -> int:
     """Run the job on a Ray cluster to its end.
 
     Raises:
@@ -129,3 +129,14 @@ def _require(ray: Any, job: Job) -> None:
 
 def _resources(job: Job) -> dict[str, float]:
     return {"GPU": 1, "CPU": 1} if job.cuda else {"CPU": 1}
+
+
+ENGINE = Engine(
+    name="ray",
+    happens="Ray Train places and restarts the workers (extra `ray`)",
+    tested_on="two raylets on one host, SIGKILL of a rank in mid-run: the losses of an unbroken run",
+    render=lambda job, options: {FILE: render(job, options)},
+    options=frozenset({"address"}),
+    start=lambda job, options, say: launch(job, options, say=say),
+    package="ray",
+)

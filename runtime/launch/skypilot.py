@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from shardwright.runtime.launch.engine import Engine
 from shardwright.runtime.launch.job import Job
 from shardwright.runtime.launch.options import LaunchOptions
 
@@ -55,3 +56,13 @@ def accelerator(job: Job) -> str:
     """``NVIDIA H200`` → ``H200``, as SkyPilot's catalogue spells it."""
     words = re.findall(r"[A-Z]+\d+\w*", job.plan.decision.cluster.device_name.upper())
     return words[-1] if words else job.plan.decision.cluster.device_name
+
+
+ENGINE = Engine(
+    name="skypilot",
+    happens=f"`{FILE}` is written, not submitted",
+    tested_on="checked against the schema in SkyPilot's package; not run",
+    render=lambda job, options: {FILE: render(job, options)},
+    options=frozenset({"image", "accelerator", "setup"}),
+    submit_with="sky jobs launch {path}",
+)

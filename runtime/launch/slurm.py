@@ -1,33 +1,22 @@
-"""Slurm: the sbatch script is written here; submit, follow, cancel. A requeued job goes on from its newest save.
-
-Job states are polled from ``scontrol show job``: no accounting database is needed.
-"""
+"""Slurm: the sbatch script is written here and submitted. A requeued job goes on from its newest save."""
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
 import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
 
-from shardwright.runtime.failure import read_failure
+from shardwright.runtime.launch.engine import Engine, Say
 from shardwright.runtime.launch.job import Job, read_state, write_state
 from shardwright.runtime.launch.options import LaunchOptions
-from shardwright.schemas.errors import ClusterError, ExitCode, RunError
+from shardwright.runtime.launch.slurm_jobs import ACTIVE, follow, run, show, state, stop
+from shardwright.schemas.errors import ClusterError, RunError
 from shardwright.schemas.files import write_atomic
 
 SCRIPT = "job.sbatch"
 SAVE_SECONDS = 120
 """SIGTERM comes this long before a time limit."""
-ACTIVE = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
-STOPPED = {"CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "DEADLINE"}
-"""Ends after which the run goes on from its newest save when it is submitted again."""
 FIRST_PORT, PORTS = 20000, 20000
-Say = Callable[[str], None]
 
 
 def render(job: Job, options: LaunchOptions) -> str:
@@ -41,7 +30,7 @@ def render(job: Job, options: LaunchOptions) -> str:
         "--ntasks-per-node=1",
         "--requeue",
         "--open-mode=append",
-        f"--output={job.run_dir / 'logs' / 'slurm-%j.out'}",
+        f"--output={shlex.quote(str(job.run_dir / 'logs' / 'slurm-%j.out'))}",
         f"--signal=TERM@{SAVE_SECONDS}",
         *([f"--gpus-per-node={job.ranks_per_node}"] if job.cuda else []),
         *([f"--partition={options.partition}"] if options.partition else []),
@@ -112,7 +101,7 @@ def submit(job: Job, options: LaunchOptions, *, say: Say) -> str:
     script = job.run_dir / SCRIPT
     (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)
     write_atomic(script, render(job, options).encode())
-    done = _run(["sbatch", "--parsable", str(script)])
+    done = run(["sbatch", "--parsable", str(script)])
     if done.returncode:
         raise RunError(
             "submit-failed",
@@ -132,7 +121,7 @@ def partition_nodes(partition: str) -> int:
     Raises:
         ClusterError: ``no-slurm``, ``no-partition``.
     """
-    done = _run(["sinfo", "--noheader", "--Node", "--format=%P|%N|%T"])
+    done = run(["sinfo", "--noheader", "--Node", "--format=%P|%N|%T"])
     if done.returncode:
         raise ClusterError(
             "no-slurm",
@@ -159,84 +148,14 @@ def partition_nodes(partition: str) -> int:
     return len(nodes[wanted])
 
 
-def show(job_id: str) -> dict[str, str]:
-    """Fields of ``scontrol show job``; empty for a job that Slurm has forgotten."""
-    done = _run(["scontrol", "--oneliner", "show", "job", job_id])
-    if done.returncode:
-        return {}
-    return dict(re.findall(r"(\w+)=(\S*)", done.stdout))
-
-
-def follow(run_dir: Path, job_id: str, *, say: Say, timeout_s: float | None = None, poll_s: float = 1.0) -> int:
-    """Wait for a job's end, telling every change of state; an interrupt leaves the job running.
-
-    Raises:
-        RunError: ``timeout``, ``job-failed``, ``job-lost``.
-    """
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    before = ""
-    while True:
-        found = show(job_id)
-        now = f"{found.get('JobState', 'unknown')}, restarts {found.get('Restarts', '0')}"
-        if now != before:
-            say(f"Slurm job {job_id}: {now}")
-            before = now
-        if found.get("JobState") not in ACTIVE:
-            return _ended(run_dir, job_id, found)
-        if deadline is not None and time.monotonic() > deadline:
-            raise RunError(
-                "timeout",
-                f"Slurm job {job_id} took longer than {timeout_s} s",
-                where=str(run_dir),
-                next_action="it still runs: `shardwright resume` follows it again, `shardwright cancel` ends it",
-            )
-        time.sleep(poll_s)
-
-
-def _ended(run_dir: Path, job_id: str, found: dict[str, str]) -> int:
-    if not found:
-        raise RunError(
-            "job-lost",
-            f"Slurm does not know job {job_id} any more",
-            where=str(run_dir),
-            next_action="`shardwright resume` submits it again; it goes on from the newest save",
-        )
-    ended = found["JobState"]
-    if ended == "COMPLETED":
-        return int(ExitCode.OK)
-    failure = read_failure(run_dir)
-    if failure is not None:
-        return int(failure["exit_code"])
-    if ended in STOPPED:
-        return int(ExitCode.INTERRUPTED)
-    raise RunError(
-        "job-failed",
-        f"Slurm job {job_id} ended as {ended}, exit code {found.get('ExitCode', '?')}, and no worker said why",
-        where=str(run_dir / "logs"),
-        next_action="read the logs there; `shardwright resume` goes on from the newest save",
-    )
-
-
-def cancel(job_id: str) -> None:
-    """Ask a job to stop: its workers save first, within Slurm's ``KillWait``.
-
-    Raises:
-        RunError: ``cancel-failed``.
-    """
-    done = _run(["scancel", job_id])
-    if done.returncode:
-        raise RunError(
-            "cancel-failed", done.stderr.strip()[:300], where=f"Slurm job {job_id}", next_action="ask its owner"
-        )
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ))
-    except FileNotFoundError as error:
-        raise ClusterError(
-            "no-slurm",
-            f"{command[0]} is not installed here",
-            where="PATH",
-            next_action="log in to a machine of the Slurm cluster",
-        ) from error
+ENGINE = Engine(
+    name="slurm",
+    happens="an sbatch script is written, submitted and followed; requeued jobs go on from the newest save",
+    tested_on="slurmctld with two slurmd on one host, `scontrol requeue` in mid-run",
+    render=lambda job, options: {SCRIPT: render(job, options)},
+    options=frozenset({"partition", "account", "qos", "time_limit", "extra", "setup"}),
+    start=lambda job, options, say: launch(job, options, say=say),
+    command="sbatch",
+    state=state,
+    cancel=stop,
+)

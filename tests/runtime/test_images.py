@@ -122,6 +122,13 @@ def test_rows_hold_whole_records_and_name_their_images(k3: Path, tmp_path: Path)
     next((tmp_path / "cache").glob("*.images")).unlink()
     again = load_sequences(path, recipe(), k3 / "checkpoint", config, tmp_path / "cache", 1)
     assert np.array_equal(rows, again)
+    for suffix in ("images", "grids"):
+        (held,) = (tmp_path / "cache").glob(f"*.{suffix}")
+        before = held.read_bytes()
+        held.write_bytes(bytes([before[0] ^ 1]) + before[1:])
+        told: list[str] = []
+        load_sequences(path, recipe(), k3 / "checkpoint", config, tmp_path / "cache", 1, told.append)
+        assert held.read_bytes() == before and len(told) == 1 and f"its .{suffix} file" in told[0]
     store = load_images(path, recipe(), k3 / "checkpoint", config, tmp_path / "cache")
     later = behind(rows, store)
     assert sorted(later[:, 3][later[:, 3] >= 0].tolist()) == [3, 4, 5]

@@ -15,7 +15,7 @@ import workflow_fakes as fakes
 from shardwright.agents.llm.endpoint import URL as URL_VARIABLE
 from shardwright.schemas.canonical import pretty_bytes
 from shardwright.schemas.cluster import Calibration
-from shardwright.schemas.errors import RunError
+from shardwright.schemas.errors import RunError, UsageError
 from shardwright.schemas.files import write_atomic
 from shardwright.schemas.run import ExpertLoad, RunRecord
 from shardwright.workflows import following
@@ -23,7 +23,9 @@ from shardwright.workflows.drive import drive
 from shardwright.workflows.lock import RunLock
 from shardwright.workflows.prepare import fresh_request
 from shardwright.workflows.request import Request, SearchRequest, default_run_dir
+from shardwright.workflows.review.session import ReviewSession
 from shardwright.workflows.search_options import options_of, search_request, stages_for
+from shardwright.workflows.stages import Stages
 
 PROGRAM = [sys.executable, "-m", "shardwright.workflows.cli.main"]
 
@@ -116,6 +118,20 @@ def test_a_calibration_of_adapt_is_named_by_its_plan(tmp_path, inputs, measured,
     assert done.plan.evidence.provenance.calibration_digest is not None
     assert bare.plan.evidence.provenance.calibration_digest is None
     assert done.plan.hashes.decision == bare.plan.hashes.decision
+    copied = tmp_path / "elsewhere.json"
+    done.plan.save(copied)
+    assert ReviewSession.open(tmp_path / "run" / "plan.json").stages.estimate is not Stages().estimate
+    with pytest.raises(UsageError, match="calibration-elsewhere"):
+        ReviewSession.open(copied).stages.estimate()
+    bare.plan.save(copied)
+    assert ReviewSession.open(copied).stages.estimate is Stages().estimate
+
+
+def test_a_language_models_fusions_and_plans_are_priced_as_the_searchs(request_of, measured) -> None:
+    asked = request_of().model_copy(update={"search": search_request(*measured)})
+    advise, search = stages_for(asked).advise, stages_for(asked).search
+    assert advise.keywords["calibration"] == search.keywords["calibration"] is not None
+    assert advise.keywords["loads"] == search.keywords["loads"] == ((0.75, 0.25),)
 
 
 @pytest.mark.parametrize("name", ["../../etc", "/etc/passwd", "..", "a/b"])

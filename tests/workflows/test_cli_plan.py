@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from shardwright.schemas.plan import AdaptationPlan, load_plan
+from shardwright.schemas.profile import WeightsPin
 from shardwright.schemas.registry import schema_path
 from shardwright.search_spaces.catalogue import load_cluster
 from shardwright.workflows.cli.main import main
@@ -56,8 +57,11 @@ def hub_module():
     return module
 
 
-def test_an_address_plans_the_bytes_of_its_copy_and_trains_nothing(planned, built, tmp_path) -> None:
-    """``hf://`` by range reads: the same plan as from the folder; training is refused until the weights are here."""
+def test_an_address_plans_what_its_copy_does_and_trains_nothing(planned, built, tmp_path) -> None:
+    """``hf://`` by range reads: the plan of the folder but for the weights' values, which were not fetched.
+
+    Training is refused until they are here.
+    """
     hub = hub_module().Hub(built / "checkpoint")
     threading.Thread(target=hub.serve_forever, daemon=True).start()
     unset = {"HF_HUB_OFFLINE": "", "HF_ENDPOINT": hub.endpoint, "XDG_CACHE_HOME": str(tmp_path / "cache")}
@@ -72,7 +76,13 @@ def test_an_address_plans_the_bytes_of_its_copy_and_trains_nothing(planned, buil
         out = tmp_path / "plan.json"
         done = run("plan", "hf://org/model", "-c", "cpu-2", "-r", built / "recipe.yaml", "-o", out)
         assert done.returncode == 0, done.stderr[-2000:]
-        assert out.read_bytes() == planned.read_bytes()
+        near, far = load_plan(planned), load_plan(out)
+        assert far.decision.weights == WeightsPin() and near.decision.weights != WeightsPin()
+        assert far.decision.model_copy(update={"weights": near.decision.weights}) == near.decision
+        *words, told = far.evidence.explanation
+        assert tuple(words) == near.evidence.explanation[:-1] and "headers alone" in told
+        explained = {"explanation": near.evidence.explanation}
+        assert far.evidence.model_copy(update=explained) == near.evidence
         sent = sum(hub.sent.values())
         assert sent <= sum(path.stat().st_size for path in (built / "checkpoint").iterdir())
     finally:

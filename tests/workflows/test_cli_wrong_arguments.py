@@ -35,7 +35,7 @@ KINDS: dict[str, bytes | None] = {
 """Kind → content of the file; ``None`` where there is no file."""
 
 FILE, RUN, STALE = 2, 1, 5
-"""Exit codes: a recipe, cluster, policy or calibration file; a checkpoint, a run or an adapter; a plan."""
+"""Exit codes: a recipe, cluster, policy, calibration or evidence file; a checkpoint, a run or an adapter; a plan."""
 
 GIVEN = "-c cpu-2 -r inputs/recipe.yaml"
 CASES: tuple[tuple[str, int], ...] = (
@@ -45,6 +45,7 @@ CASES: tuple[tuple[str, int], ...] = (
     ("plan inputs/checkpoint -c cpu-2 -r X", FILE),
     (f"plan inputs/checkpoint {GIVEN} --calibration X", FILE),
     (f"plan inputs/checkpoint {GIVEN} --load-profile X", FILE),
+    (f"plan inputs/checkpoint {GIVEN} --evidence X", FILE),
     (f"plan inputs/checkpoint {GIVEN} --llm-config X", FILE),
     (f"adapt X {GIVEN} --run-dir r", RUN),
     ("adapt inputs/checkpoint -c cpu-2 -r X --run-dir r", FILE),

@@ -11,15 +11,19 @@ import workflow_fakes as fakes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.schemas.approval import Approval, ProposalVerdict
 from shardwright.schemas.errors import CheckFailed
 from shardwright.schemas.run import LoadFacts, WayTaken
 from shardwright.workflows.policy import evaluate
 from shardwright.workflows.report import svg
 from shardwright.workflows.report.blocks import Code, Table, Text
 from shardwright.workflows.report.html import html_plan, html_report
+from shardwright.workflows.report.html import page as html_page
 from shardwright.workflows.report.junit import junit
 from shardwright.workflows.report.markdown import markdown_plan, markdown_report, render
-from shardwright.workflows.report.run_content import load_section
+from shardwright.workflows.report.plan_content import plan_report
+from shardwright.workflows.report.plan_fusions import fusion_section
+from shardwright.workflows.report.run_outcome import approval_section, check_section, load_section
 from shardwright.workflows.report.units import change, duration, off_by, size
 from shardwright.workflows.runs import load_record
 
@@ -105,6 +109,60 @@ def test_a_run_report_says_which_way_an_operator_ran_and_what_was_planned(finish
     for text in (markdown_report(finished.plan, ran), html_report(finished.plan, ran)):
         for needed in ("Ways taken", "1,024", "dense", way.reason, f"Planned: {way.planned}"):
             assert needed in text, needed
+
+
+def test_checks_stand_in_the_order_of_the_run(finished, record) -> None:
+    """However they were recorded: after load, after step 1, after export."""
+    mixed = record.model_copy(update={"checks": tuple(reversed(record.checks))})
+    (table,) = (block for block in check_section(mixed) if isinstance(block, Table))
+    stages = [row[0] for row in table.rows]
+    assert len(set(stages)) == 3 and stages == sorted(stages, key=["load", "step", "export"].index)
+
+
+def test_many_decided_fusions_are_counted_by_kind(finished) -> None:
+    def decided(ids: list[str]) -> str:
+        verdicts = tuple(ProposalVerdict(proposal_id=one) for one in ids)
+        approval = Approval.model_construct(
+            actor="p", actor_kind="person", policy_sha256=None, reason="", proposals=verdicts
+        )
+        (table,) = (block for block in approval_section(approval) if isinstance(block, Table))
+        return dict(table.rows)["fusions decided"].replace("\u00a0", " ")
+
+    assert decided([]) == "none"
+    assert decided(["router:a", "norm:b"]) == "`router:a`, `norm:b`"
+    assert decided([f"norm:{n}" for n in range(5)] + ["router:a", "router:b"]) == "7: 5 × `norm`, 2 × `router`"
+
+
+def test_transformers_is_not_told_to_load_a_class_that_it_lacks(finished, record) -> None:
+    decision = finished.plan.decision.model_copy(update={"architecture": "KimiK3ForConditionalGeneration"})
+    ours = finished.plan.model_copy(update={"decision": decision})
+    for write in (markdown_report, html_report):
+        assert "AutoModelForCausalLM" in write(finished.plan, record)
+        assert "AutoModelForCausalLM" not in write(ours, record)
+        assert "shardwright generate CHECKPOINT --adapter ADAPTER" in write(ours, record)
+
+
+def test_what_stays_eager_is_folded_behind_what_runs_fused(finished) -> None:
+    """One row open for each region that changes the model; a plan without any says so."""
+    first = finished.plan.decision.fusions[0]
+
+    def tables(provider: str) -> dict[str, Table]:
+        changed = finished.plan.decision.model_copy(
+            update={"fusions": (first.model_copy(update={"provider": provider, "rejected": False}),)}
+        )
+        blocks = fusion_section(finished.plan.model_copy(update={"decision": changed}))
+        assert (Text("None runs fused on this cluster.") in blocks) == (provider == "eager")
+        return {block.caption: block for block in blocks if isinstance(block, Table)}
+
+    fused, eager = tables("compile"), tables("eager")
+    caption = "Regions that stay eager, and why"
+    assert [len(fused[""].rows), len(fused[caption].rows)] == [1, 0]
+    assert [len(eager[""].rows), len(eager[caption].rows)] == [0, 1] and eager[caption].closed
+
+
+def test_both_writers_render_one_report_of_a_plan(finished) -> None:
+    document = plan_report(finished.plan)
+    assert markdown_plan(finished.plan) == render(document) and html_plan(finished.plan) == html_page(document)
 
 
 def test_reports_repeat_byte_for_byte(finished, record) -> None:

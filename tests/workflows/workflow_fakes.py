@@ -31,6 +31,7 @@ from shardwright.schemas.profile import (
     ModelShape,
     Packing,
     ParameterCounts,
+    WeightsPin,
 )
 from shardwright.schemas.recipe import Recipe
 from shardwright.schemas.run import AdapterFacts, CheckResult, EvalMetric, RunRecord, StepMetric
@@ -338,6 +339,7 @@ def fake_stages(**replaced: Callable[..., object]) -> Stages:
         "load_cluster": lambda name: cluster_spec(),
         "cluster_ref": cluster_ref,
         "profile": lambda folder: profile(),
+        "weights": lambda folder: WeightsPin(files={"model.safetensors": H}, read_bytes=10),
         "targets": lambda folder, lora: (target(),),
         "structure": lambda *a: structured(),
         "search": lambda *a, **named: searched(),

@@ -14,6 +14,7 @@ from shardwright.workflows.cli.common import (
     CalibrationOption,
     CheckpointOrAddress,
     ClusterOption,
+    EvidenceOption,
     HeadlessOption,
     LaunchOption,
     LlmConfigOption,
@@ -55,6 +56,7 @@ def adapt(
     trials: TrialsOption = DEFAULT_TRIALS,
     calibration: CalibrationOption = None,
     load_profile: LoadProfileOption = None,
+    evidence: EvidenceOption = None,
     time_budget: TimeBudgetOption = None,
     time_limit: TimeLimitOption = None,
     llm: AdviceOption = Advice.off,
@@ -106,6 +108,8 @@ def adapt(
             offline=offline,
             llm=asked,
             trust_remote_code=trust_remote_code,
+            evidence=evidence,
+            tell=note,
         )
         folder = run_dir or default_run_dir(request)
         keep_options(folder, launch, preflight)

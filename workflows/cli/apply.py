@@ -47,6 +47,12 @@ def apply(
         bool,
         typer.Option("--require-other-approver", help="Refuse a plan that only those who edited it have approved."),
     ] = False,
+    approvals_head: Annotated[
+        str | None,
+        typer.Option(
+            "--approvals-head", metavar="SHA256", help="Refuse an approvals log without this line: its head, once."
+        ),
+    ] = None,
     output: OutputOption = Output.text,
     reports: ReportsOption = None,
 ) -> None:
@@ -63,7 +69,7 @@ def apply(
 
     with finishing(output, reports) as run:
         limits, log = limits_of(time_limit), approvals or log_beside(plan)
-        prepared = approved_start(plan, checkpoint, log, data_root, run_dir, require_other_approver)
+        prepared = approved_start(plan, checkpoint, log, data_root, run_dir, require_other_approver, approvals_head)
         keep_options(prepared.run_dir, launch, preflight)
         if dry_run:
             show_job(prepared.run_dir, checkpoint, Path(prepared.request.data_root))

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shardwright.runtime.launch.registry import NAMES as ENGINES
 from shardwright.workflows.advice import Advice
 
 
@@ -72,6 +73,14 @@ CalibrationOption = Annotated[
 LoadProfileOption = Annotated[
     Path | None, typer.Option("--load-profile", help="A run whose expert loads place the experts.")
 ]
+EvidenceOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--evidence",
+        metavar="FILE",
+        help="Your own times, from `shardwright kernels bench --evidence`; repeatable, the last goes first.",
+    ),
+]
 TimeBudgetOption = Annotated[
     float | None, typer.Option("--time-budget", min=0.1, help="Seconds after which the search begins no trial.")
 ]
@@ -120,7 +129,7 @@ DataRootOption = Annotated[
 
 LaunchOption = Annotated[
     str | None,
-    typer.Option("--launch", help="Engine (local, slurm, ray, kubernetes, skypilot) or a YAML file. [default: local]"),
+    typer.Option("--launch", help=f"Engine ({', '.join(ENGINES)}) or a YAML file. [default: local]"),
 ]
 PreflightOption = Annotated[
     bool, typer.Option("--preflight", help="Test network, devices, clocks and disks on all ranks before the run.")

@@ -9,7 +9,7 @@ import typer
 
 from shardwright.schemas.words import plural
 from shardwright.workflows.cli import written
-from shardwright.workflows.cli.common import PlainOutput, PlainOutputOption, put, put_json
+from shardwright.workflows.cli.common import PlainOutput, PlainOutputOption, demand_place, note, put, put_json
 
 app = typer.Typer(
     help="Verify, time, tune and prebuild the fused operators; have one written, approve it.",
@@ -70,18 +70,41 @@ def bench(
     ops: OpsArgument = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the result lines.")] = Path("benchmarks/results"),
     evidence: Annotated[
-        Path | None, typer.Option("--evidence", help="Evidence store to add the times to, for later plans.")
+        Path | None,
+        typer.Option(
+            "--evidence", help="Also add the times to this file, which `plan` and `adapt` read by --evidence."
+        ),
     ] = None,
     cases: Annotated[
         list[str] | None, typer.Option("--case", help="Beginning of the names of the cases to time; repeatable.")
     ] = None,
 ) -> None:
-    """Time every operator beside its rivals, on this machine's CUDA device; lines are kept as they are measured."""
-    from shardwright.kernels.bench import bench_all
-    from shardwright.kernels.suite import bench_table, progress
+    """Time every operator beside its rivals, on this machine's CUDA device; lines are kept as they are measured.
+
+    With --evidence each operator is verified on the device first; exits 9 where one is wrong, which is then not timed.
+    """
+    from shardwright.kernels.suite import bench_table
+    from shardwright.schemas.errors import CheckFailed
+    from shardwright.workflows.evidence import lines_of
+    from shardwright.workflows.operators import bench_operators
 
     demand_operators(ops)
-    put(bench_table(bench_all(ops, out, evidence, cases=cases or ("",), report=progress)))
+    if evidence is not None:
+        demand_place(evidence)
+        if evidence.is_file() and (there := evidence.read_bytes()).strip():
+            lines_of(there, where=str(evidence))  # what stands there is kept, and so looked at before the work
+    lines, wrong = bench_operators(ops, out, evidence, cases or ("",), note)
+    if lines:
+        put(bench_table(lines))
+    if evidence is not None and lines:
+        note(f"wrote {evidence}; next: shardwright plan CKPT --cluster C --recipe R --evidence {evidence}")
+    if wrong:
+        raise CheckFailed(
+            "kernel-wrong",
+            f"wrong on this device, and not timed: {', '.join(wrong)}",
+            where="kernels bench",
+            next_action=f"`shardwright kernels verify {' '.join(wrong)}` names every value that differs",
+        )
 
 
 @app.command()
@@ -101,6 +124,10 @@ def tune(
     demand_operators(ops)
     file = tune_operators(ops, out, put)
     put(f"{plural(len(file.entries), 'choice')} for {file.device}")
+    if out is not None:
+        from shardwright.kernels import tuned
+
+        note(f"workers read {tuned.path(tuned.slug(file.device))}: put {out} there, where plans are made too")
 
 
 @app.command()

@@ -14,6 +14,7 @@ from shardwright.workflows.cli.common import (
     CalibrationOption,
     CheckpointOrAddress,
     ClusterOption,
+    EvidenceOption,
     LlmConfigOption,
     LlmLimitOption,
     LlmModelOption,
@@ -51,6 +52,7 @@ def plan(
     trials: TrialsOption = DEFAULT_TRIALS,
     calibration: CalibrationOption = None,
     load_profile: LoadProfileOption = None,
+    evidence: EvidenceOption = None,
     explore: Annotated[
         bool, typer.Option("--explore", help="Also consider what the runtime does not run; apply refuses such a plan.")
     ] = False,
@@ -97,6 +99,8 @@ def plan(
         offline=offline,
         llm=asked,
         trust_remote_code=trust_remote_code,
+        evidence=evidence,
+        tell=note,
     )
     with tempfile.TemporaryDirectory(prefix="shardwright-plan-") as folder:
         cache = None if no_cache else default_cache()

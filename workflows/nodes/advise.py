@@ -9,6 +9,7 @@ from shardwright.schemas.profile import CheckpointProfile
 from shardwright.workflows.advising import RECORDING
 from shardwright.workflows.context import AdaptState, Context, Output
 from shardwright.workflows.environment import tool_versions
+from shardwright.workflows.evidence import own_files
 
 NODE = "advise"
 
@@ -25,6 +26,7 @@ def run(context: Context, state: AdaptState) -> Output:
     store = context.store
 
     def compute() -> Output:
+        own = own_files(store, state)
         advice = context.stages.advise(
             context.checkpoint,
             store.get(state["profile"], CheckpointProfile),
@@ -33,9 +35,12 @@ def run(context: Context, state: AdaptState) -> Output:
             store.get(state["targets"], tuple[LoraTarget, ...]),
             request,
             context.run_dir / RECORDING,
+            *((own,) if own else ()),
         )
         context.tell(NODE, "note", advice.record.text())
         return {"advice": store.put(advice)}
 
     keys = {name: state[name] for name in ("profile", "cluster", "recipe", "targets")}
+    keys |= {"evidence": state["evidence"]} if "evidence" in state else {}
+    keys |= {} if context.request.search is None else {"options": sha256_of(context.request.search)}
     return context.once(NODE, {**keys, "llm": sha256_of(request), "torch": tool_versions()["torch"]}, compute)

@@ -1,4 +1,4 @@
-"""ingest: read the user's files and the checkpoint's headers; pin everything by hash. No weight is read."""
+"""ingest: read the user's files, the checkpoint's headers and samples of its weights; pin everything by hash."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from shardwright.schemas.plan import DataPin
 from shardwright.schemas.recipe import Recipe
 from shardwright.workflows.context import AdaptState, Context, Output
 from shardwright.workflows.environment import tool_versions
+from shardwright.workflows.evidence import keep
 from shardwright.workflows.licence import stated_licence
 from shardwright.workflows.request import load_recipe
 
@@ -21,6 +22,7 @@ def run(context: Context, state: AdaptState) -> Output:
 
     Raises:
         CheckpointError, RecipeError, ClusterError, LegalityError: with their causes.
+        UsageError, RunError: a file of measured times that cannot be used, or is not the one that this run began with.
     """
     request, stages, store = context.request, context.stages, context.store
     recipe = load_recipe(Path(request.recipe))
@@ -30,6 +32,8 @@ def run(context: Context, state: AdaptState) -> Output:
     profile = profile.model_copy(update={"licence": profile.licence or stated_licence(context.checkpoint)})
     stages.documents(context.checkpoint, recipe.data)
     cluster_id, recipe_id, profile_id, data_id = map(store.put, (cluster, recipe, profile, pins))
+    weights = {"weights": store.put(stages.weights(context.checkpoint))}
+    evidence = {"evidence": keep(store, request.evidence, cluster)} if request.evidence else {}
 
     def resolve() -> Output:
         stages.balance(context.checkpoint, recipe.balance)
@@ -38,7 +42,15 @@ def run(context: Context, state: AdaptState) -> Output:
 
     keys = {"profile": profile_id, "recipe": recipe_id, "transformers": tool_versions()["transformers"]}
     targets = context.once(NODE, keys, resolve)
-    return {"cluster": cluster_id, "recipe": recipe_id, "profile": profile_id, "data": data_id, **targets}
+    return {
+        "cluster": cluster_id,
+        "recipe": recipe_id,
+        "profile": profile_id,
+        "data": data_id,
+        **weights,
+        **evidence,
+        **targets,
+    }
 
 
 def pin_data(recipe: Recipe, root: Path) -> DataPin:

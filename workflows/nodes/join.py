@@ -8,8 +8,8 @@ from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.fusion import FusionProposal
 from shardwright.schemas.graph import OpGraph
 from shardwright.schemas.lora import LoraTarget
-from shardwright.schemas.plan import DataPin
-from shardwright.schemas.profile import CheckpointProfile
+from shardwright.schemas.plan import DataPin, EvidenceFile
+from shardwright.schemas.profile import CheckpointProfile, WeightsPin
 from shardwright.workflows.choosing import choose
 from shardwright.workflows.context import AdaptState, Context, Output
 from shardwright.workflows.environment import tool_versions, worker_environment
@@ -19,7 +19,19 @@ from shardwright.workflows.remote_code import pinned_code
 from shardwright.workflows.search_options import options_of, with_calibration, with_loads
 
 NODE = "join"
-INPUTS = {"profile", "recipe", "cluster", "targets", "data", "graph", "proposals", "search", "advice"}
+INPUTS = {
+    "profile",
+    "recipe",
+    "cluster",
+    "targets",
+    "data",
+    "graph",
+    "proposals",
+    "search",
+    "advice",
+    "evidence",
+    "weights",
+}
 
 
 def run(context: Context, state: AdaptState) -> Output:
@@ -43,6 +55,8 @@ def run(context: Context, state: AdaptState) -> Output:
             targets=store.get(state["targets"], tuple[LoraTarget, ...]),
             data=store.get(state["data"], DataPin),
             graph=store.get(state["graph"], OpGraph),
+            weights=store.get(state["weights"], WeightsPin) if "weights" in state else None,
+            evidence=store.get(state["evidence"], tuple[EvidenceFile, ...]) if "evidence" in state else (),
             remote_code=pinned_code(context.checkpoint, context.request.trust_remote_code),
         )
         proposals = store.get(state["proposals"], tuple[FusionProposal, ...])

@@ -10,12 +10,14 @@ from shardwright.schemas.approval import Approval
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.run import RunRecord
 from shardwright.workflows.report.blocks import Block, Code, Document, Figure, Heading, Table, Text, Tiles
-from shardwright.workflows.report.plan_content import plan_document
+from shardwright.workflows.report.plan_content import plan_report
 from shardwright.workflows.report.run_content import run_document
 
 STYLE = Path(__file__).with_name("report.css")
 _BREAK = re.compile(r"(?<=[:_+])(?=\w)")
 """Where a long name in a narrow column may go on in the next line."""
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+"""Where a class's name in the title may."""
 
 
 def html_report(plan: AdaptationPlan, record: RunRecord, approval: Approval | None = None) -> str:
@@ -25,8 +27,7 @@ def html_report(plan: AdaptationPlan, record: RunRecord, approval: Approval | No
 
 def html_plan(plan: AdaptationPlan) -> str:
     """The report of a plan alone."""
-    title = Heading(f"Plan for {plan.decision.architecture}: {plan.decision.recipe.name}", 1)
-    return page((title, *plan_document(plan, alone=True)))
+    return page(plan_report(plan))
 
 
 def page(document: Document) -> str:
@@ -50,7 +51,8 @@ def inline(text: str) -> str:
 
 def _block(block: Block) -> str:
     if isinstance(block, Heading):
-        return f"<h{block.level}>{inline(block.text)}</h{block.level}>"
+        text = inline(block.text)
+        return f"<h{block.level}>{_CAMEL.sub('<wbr>', text) if block.level == 1 else text}</h{block.level}>"
     if isinstance(block, Text):
         return f"<p>{inline(block.text)}</p>"
     if isinstance(block, Tiles):

@@ -8,7 +8,7 @@ from shardwright.schemas.approval import Approval
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.run import RunRecord
 from shardwright.workflows.report.blocks import Block, Code, Document, Figure, Heading, Table, Text, Tiles
-from shardwright.workflows.report.plan_content import plan_document
+from shardwright.workflows.report.plan_content import plan_report
 from shardwright.workflows.report.run_content import run_document
 
 
@@ -19,8 +19,7 @@ def markdown_report(plan: AdaptationPlan, record: RunRecord, approval: Approval 
 
 def markdown_plan(plan: AdaptationPlan) -> str:
     """The report of a plan alone; the same plan gives the same bytes."""
-    title = Heading(f"Plan for {plan.decision.architecture}: {plan.decision.recipe.name}", 1)
-    return render((title, *plan_document(plan, alone=True)))
+    return render(plan_report(plan))
 
 
 def render(document: Document) -> str:

@@ -1,4 +1,4 @@
-"""What a report says about a run: the result first, then predicted beside measured, checks, the adapter."""
+"""What a report says about a run: the result first, then predicted beside measured, and what the run leaves behind."""
 
 from __future__ import annotations
 
@@ -6,11 +6,32 @@ from shardwright.schemas.approval import Approval
 from shardwright.schemas.canonical import canonical_bytes
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.run import RunRecord
-from shardwright.schemas.words import plural
 from shardwright.workflows.report import svg
-from shardwright.workflows.report.blocks import Block, Code, Document, Figure, Heading, Table, Text, Tile, Tiles
+from shardwright.workflows.report.blocks import Block, Document, Figure, Heading, Table, Text, Tile, Tiles
 from shardwright.workflows.report.plan_content import plan_document
-from shardwright.workflows.report.units import change, count, duration, off_by, size
+from shardwright.workflows.report.run_outcome import (
+    adapter_section,
+    approval_section,
+    check_section,
+    load_section,
+    preflight_section,
+    ways_section,
+)
+from shardwright.workflows.report.units import change, duration, off_by, size
+
+__all__ = [
+    "adapter_section",
+    "approval_section",
+    "check_section",
+    "held_out",
+    "load_section",
+    "loss_section",
+    "measured_section",
+    "preflight_section",
+    "run_document",
+    "summary_tiles",
+    "ways_section",
+]
 
 
 def run_document(plan: AdaptationPlan, record: RunRecord, approval: Approval | None = None) -> Document:
@@ -156,106 +177,4 @@ def loss_section(record: RunRecord) -> Document:
     if record.resumed_from_steps:
         steps = ", ".join(map(str, record.resumed_from_steps))
         blocks.append(Text(f"The run was interrupted and went on from step {steps}."))
-    return tuple(blocks)
-
-
-def check_section(record: RunRecord) -> Document:
-    rows = tuple(
-        (c.stage, c.name, "✓ passed" if c.passed else "✗ failed", c.scope.replace("_", " "), c.evidence)
-        for c in record.checks
-    )
-    return (Heading("Checks"), Table(("after", "check", "result", "scope", "evidence"), rows, prose=4))
-
-
-def preflight_section(record: RunRecord) -> Document:
-    """What the machines were like before the run; nothing where no preflight was asked for."""
-    if not record.preflight:
-        return ()
-    rows = tuple(
-        (one.name, "✓ passed" if one.passed else "✗ failed", one.where, one.evidence) for one in record.preflight
-    )
-    return (Heading("Preflight"), Table(("test", "result", "where", "evidence"), rows, prose=3))
-
-
-def ways_section(record: RunRecord) -> Document:
-    """Which way operators with several ran, beside what the plan said; nothing where none is installed."""
-    if not record.ways:
-        return ()
-    rows = tuple(
-        (one.op, str(len(one.modules)), count(one.row_tokens), one.path, f"{one.reason}. Planned: {one.planned}")
-        for one in record.ways
-    )
-    return (
-        Heading("Ways taken"),
-        Table(("operator", "modules", "tokens a row", "ran", "because"), rows, numeric=(1, 2), prose=4),
-    )
-
-
-def adapter_section(plan: AdaptationPlan, record: RunRecord) -> Document:
-    adapter = record.adapter
-    if adapter is None:
-        return (Heading("Adapter"), Text("Nothing was exported."))
-    load = (
-        "from peft import PeftModel\n"
-        "from transformers import AutoModelForCausalLM\n\n"
-        'base = AutoModelForCausalLM.from_pretrained("CHECKPOINT")\n'
-        'model = PeftModel.from_pretrained(base, "ADAPTER")'
-    )
-    return (
-        Heading("Adapter"),
-        Table(
-            ("", ""),
-            (
-                ("path", f"`{adapter.path}`"),
-                ("content", f"{plural(adapter.tensors, 'tensor')}, {size(adapter.bytes)}, {adapter.format}"),
-                ("sha256", f"`{adapter.sha256}`"),
-            ),
-        ),
-        Text("Load it with PEFT; `CHECKPOINT` is the checkpoint's folder, `ADAPTER` the path above:"),
-        Code(load, "python"),
-        Text("Or see both answers to a prompt:"),
-        Code(f"shardwright generate CHECKPOINT --adapter ADAPTER --prompt {plan.decision.recipe.prompt!r}", "sh"),
-    )
-
-
-def approval_section(approval: Approval | None) -> Document:
-    if approval is None:
-        return ()
-    rows = [("by", f"{approval.actor} ({approval.actor_kind})")]
-    if approval.policy_sha256 is not None:
-        rows.append(("policy", f"`{approval.policy_sha256}`"))
-    if approval.reason:
-        rows.append(("reason", approval.reason))
-    rows.append(("fusions decided", ", ".join(f"`{v.proposal_id}`" for v in approval.proposals) or "none"))
-    return (Heading("Approval"), Table(("", ""), tuple(rows)))
-
-
-def load_section(record: RunRecord) -> Document:
-    versions = ", ".join(f"{k} {v}" for k, v in sorted(record.versions.items()))
-    rows = [("device", record.device), ("ranks", str(record.world_size)), ("versions", versions)]
-    if record.load is not None:
-        read = f"{size(record.load.bytes_read)} in {record.load.seconds:.3g} s, {count(record.load.tensors)} tensors"
-        by = f"{plural(record.load.readers, 'reading thread')} a rank, buffers of {size(record.load.staging_bytes)}"
-        ahead = f", {by}" if record.load.readers else ""
-        rows.append(("weights read", f"{read}{ahead}, peak host memory {size(record.load.peak_host_bytes)}"))
-    blocks: list[Block] = [Heading("The run"), Table(("", ""), tuple(rows))]
-    loads = tuple(
-        (
-            load.layer,
-            f"{max(load.tokens) / (sum(load.tokens) / len(load.tokens)):.2f}",
-            ", ".join(f"{n:,}" for n in load.tokens[:64]),
-        )
-        for load in record.expert_loads
-        if load.tokens and sum(load.tokens)
-    )
-    if loads:
-        blocks.append(
-            Table(
-                ("layer", "largest ÷ mean", "tokens of each expert"),
-                loads,
-                numeric=(1,),
-                caption="Load of the experts",
-                folded=True,
-            )
-        )
     return tuple(blocks)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from shardwright.schemas.approval import Approval, open_questions, read_log
+from shardwright.schemas.cost import CostReport
 from shardwright.schemas.errors import ApprovalError, ExitCode, UsageError
 from shardwright.schemas.plan import AdaptationPlan, load_plan
 from shardwright.workflows.approvals import latest_verdict, log_beside, person, record_verdict
@@ -209,11 +211,26 @@ class ReviewSession:
 
 
 def _stages_beside(file: Path, plan: AdaptationPlan) -> Stages:
-    """The work that the plan's run asked for, so that an edit is priced as the plan was; elsewhere by its own loads."""
+    """The work that the plan's run asked for, so that an edit is priced as the plan was; elsewhere by its own loads.
+
+    A plan that was priced with a calibration can be looked at, approved and rejected away from its run; an edit that
+    needs a price is refused there.
+    """
     beside = file.resolve().parent
     if request_path(beside).is_file():
         return stages_for(load_request(beside))
-    return stages_with(SearchOptions(loads=loads_of(plan)))
+    stages = stages_with(SearchOptions(loads=loads_of(plan)))
+    digest = plan.evidence.provenance.calibration_digest
+    return stages if digest is None else replace(stages, estimate=partial(_unpriced, file, digest))
+
+
+def _unpriced(file: Path, digest: str, *_: object) -> CostReport:
+    raise UsageError(
+        "calibration-elsewhere",
+        f"the plan was priced with calibration {digest[:16]}…, whose file only its run's folder names",
+        where=str(file),
+        next_action="edit the plan in the folder of its run, or plan again with --calibration",
+    )
 
 
 def plan_copy(file: Path, plan: AdaptationPlan) -> Path:

@@ -201,6 +201,10 @@ class Pattern(ABC):
         """Why a variant cannot stand in for one match although the match is legal; empty where it can."""
         return ""
 
+    def must_verify(self, match: Match, spec: VariantSpec) -> tuple[str, ...]:
+        """Operators of a variant that a device must have verified at their present sources before a plan may run it."""
+        return ()
+
     def refuses_adapter(self, spec: VariantSpec, lora: LoraSpec) -> str:
         """Why a variant cannot hold the recipe's adapters inside its region; empty where it can."""
         return "a LoRA target lies inside the region" if spec.predicate.lora_inside is False else ""

@@ -88,11 +88,9 @@ class DeltaRule(Pattern):
             VariantSpec("eager", "eager", "-", anywhere),
         )
 
-    def refuses(self, match: Match, spec: VariantSpec) -> str:
+    def must_verify(self, match: Match, spec: VariantSpec) -> tuple[str, ...]:
         """Our kernels stand in only where a device has verified these very sources."""
-        if spec.provider != "shardwright" or verified(spec.op):
-            return ""
-        return f"no device has verified {spec.op} at its present source: run the kernels suite for it first"
+        return (spec.op,) if spec.provider == "shardwright" else ()
 
     def kernel_reference(self, match: Match) -> Callable[[Tensors], Tensors] | None:
         from shardwright.kernels.kda.reference import kda_recurrent_reference
@@ -167,22 +165,6 @@ def rule_sizes(shape: dict[str, int]) -> dict[str, int]:
 ASSEMBLED = frozenset(("kda", "gated_delta", "short_conv"))
 """Operators for which an assembler is known to have made wrong code of right source (docs/kernels-kda.md): a device has
 to have verified them before a plan may run them."""
-
-
-def verified(op: str) -> bool:
-    """Whether the shipped evidence holds a time of ours for the operator's present source.
-
-    The suite times only what it has verified on the same device, so that such a time stands for a verification.
-    """
-    from shardwright.kernels import evidence
-    from shardwright.kernels.registry import source_sha256
-
-    wanted = (op, "shardwright", source_sha256(op))
-    return any(
-        (time.op, time.provider, time.source_sha256) == wanted
-        for path in sorted(evidence.SHIPPED.glob("*.jsonl"))
-        for time in evidence.EvidenceStore(path).read()
-    )
 
 
 def rule_second_opinion(constants: dict[str, Any]) -> str:

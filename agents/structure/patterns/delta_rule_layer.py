@@ -18,7 +18,7 @@ from shardwright.agents.structure.canonical import CanonicalGraph
 from shardwright.agents.structure.capture import CapturedGraph
 from shardwright.agents.structure.interpret import Sizes
 from shardwright.agents.structure.patterns.base import PART_OF_MODULE, Match, Pattern, Tensors, VariantSpec, View
-from shardwright.agents.structure.patterns.delta_rule import ASSEMBLED, rule_second_opinion, verified
+from shardwright.agents.structure.patterns.delta_rule import ASSEMBLED, rule_second_opinion
 from shardwright.agents.structure.patterns.delta_rule_kernels import OPERATORS, by_kernels, check, counted, layer_sizes
 from shardwright.agents.structure.patterns.delta_rule_module import around
 from shardwright.agents.structure.patterns.delta_rule_reading import Unread, read_layer
@@ -108,17 +108,16 @@ class DeltaRuleLayer(Pattern):
         )
 
     def refuses(self, match: Match, spec: VariantSpec) -> str:
-        """Workers run the module's projections one by one, and a recurrence and convolution that a device has verified.
-
-        The norm needs no such time, here as little as alone.
-        """
-        if spec.provider != "shardwright":
+        """Workers run the module's projections one by one."""
+        if spec.provider != "shardwright" or not match.constants["not_plain"]:
             return ""
-        if match.constants["not_plain"]:
-            return f"{match.anchor} is more than projections: {match.constants['not_plain']}"
-        missing = [op for op in OPERATORS[match.constants["form"]] if op in ASSEMBLED and not verified(op)]
-        unproved = f"no device has verified {', '.join(missing)} at its present source: run the kernels suite"
-        return unproved if missing else ""
+        return f"{match.anchor} is more than projections: {match.constants['not_plain']}"
+
+    def must_verify(self, match: Match, spec: VariantSpec) -> tuple[str, ...]:
+        """The recurrence and the convolution; the norm needs no such time, here as little as alone."""
+        if spec.provider != "shardwright":
+            return ()
+        return tuple(op for op in OPERATORS[match.constants["form"]] if op in ASSEMBLED)
 
     def kernel_reference(self, match: Match) -> Callable[[Tensors], Tensors] | None:
         return lambda values: by_kernels(values, match.constants)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from shardwright.agents.structure.differential import compare
 from shardwright.agents.structure.opaque_rules import RULES, opaque_rules
 from shardwright.agents.structure.patterns.delta_rule import ROLES, DeltaRule, rule_cases
+from shardwright.agents.structure.rank import unverified
 from shardwright.agents.structure.testkit import PatternContract, captured_examples, meta
 from shardwright.kernels import evidence
 from shardwright.kernels.registry import source_sha256
@@ -147,7 +148,8 @@ def test_the_oracle_tells_a_changed_decay(form: str) -> None:
 def test_a_kernel_is_offered_only_with_evidence_for_its_source(
     form: str, op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shipped time for another source, another provider or another operator opens nothing."""
+    """A time for another source, another provider or another operator opens nothing; shipped or one's own, the right
+    one does."""
     pattern = DeltaRule()
     (spec,) = [s for s in pattern.variants() if s.forms == (form,)]
     assert spec.op == op
@@ -155,6 +157,7 @@ def test_a_kernel_is_offered_only_with_evidence_for_its_source(
     (match,) = pattern.find(*pair)
     monkeypatch.setattr(evidence, "SHIPPED", tmp_path)
     store = evidence.EvidenceStore(tmp_path / "some-device.jsonl")
+    own = evidence.EvidenceStore(tmp_path / "own" / "mine.jsonl")
     right = source_sha256(op)
     wrong = (
         {"source_sha256": "0" * 64},
@@ -163,11 +166,14 @@ def test_a_kernel_is_offered_only_with_evidence_for_its_source(
     )
     for changed in wrong:
         store.add([measured_time(op, right, **changed)])
-        assert "verified" in pattern.refuses(match, spec)
+        own.add([measured_time(op, right, **changed)])
+        assert f"no device has verified {op} at" in unverified(match, spec, (own.path,))
+    own.add([measured_time(op, right)])
+    assert unverified(match, spec, (own.path,)) == "" != unverified(match, spec)
     store.add([measured_time(op, right)])
-    assert pattern.refuses(match, spec) == ""
+    assert unverified(match, spec) == "" == pattern.refuses(match, spec)
     (eager,) = [s for s in pattern.variants() if s.provider == "eager"]
-    assert pattern.refuses(match, eager) == ""
+    assert pattern.must_verify(match, eager) == ()
 
 
 def measured_time(op: str, sha: str, /, **changed: str) -> MeasuredTime:
