@@ -12,6 +12,8 @@ from shardwright.workflows.planning import Inputs, Joined, certify, does_not_fit
 from shardwright.workflows.report.units import size
 from shardwright.workflows.stages import Stages
 
+FUSED_TRIALS = 64
+"""Most trials of the second study, which prices strategies as they run; never more than the first one's."""
 MOST = 13
 """Strategies that are certified whole and priced for one plan: the first search's best, and the best as run."""
 
@@ -56,7 +58,15 @@ def choose(
     def decisions(strategy: ParallelStrategy) -> tuple[FusionDecision, ...]:
         return stages.recertify(proposals, strategy, inputs.cluster, inputs.recipe)[1]
 
-    again = stages.search_fused(inputs.profile, inputs.recipe, inputs.cluster, inputs.targets, decisions, best)
+    again = stages.search_fused(
+        inputs.profile,
+        inputs.recipe,
+        inputs.cluster,
+        inputs.targets,
+        decisions,
+        best,
+        trials=max(1, min(record.trials, FUSED_TRIALS)),
+    )
     if again is None:
         return Chosen(fitting(certified(best)), alternatives, record, explanation)
     known = {_unplaced(one): one for one in (best, *again.strategies, *(rival.strategy for rival in alternatives))}

@@ -19,7 +19,7 @@ def record_path(run_dir: Path) -> Path:
 
 
 def load_record(run_dir: Path) -> RunRecord | None:
-    """The run record, or ``None`` before training has begun.
+    """The run record, or ``None`` before training has begun; of a run that goes on or was killed with its metrics.
 
     Raises:
         RunError: ``damaged-record``.
@@ -27,8 +27,10 @@ def load_record(run_dir: Path) -> RunRecord | None:
     path = record_path(run_dir)
     if not path.is_file():
         return None
+    from shardwright.runtime.record import read
+
     try:
-        return RunRecord.model_validate_json(path.read_bytes())
+        return read(run_dir)
     except ValidationError as error:
         raise RunError(
             "damaged-record", explain(error), where=str(path), next_action="run again in another folder"

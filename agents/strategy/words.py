@@ -24,6 +24,7 @@ TERMS = {
     "adapter_gradients_hidden": "reducing adapter gradients behind computation",
     "optimizer_state": "optimizer state",
     "runtime_reserve": "the process itself",
+    "library_workspaces": "workspaces of the matrix library",
     "allocator_holes": "holes between tensors that the allocator holds",
     "experts": "the experts' products",
     "expert_rows": "sorting and combining routed rows",

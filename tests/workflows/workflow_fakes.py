@@ -174,7 +174,7 @@ class SearchedAgain:
     feasible: int = 2
 
 
-def searched_again(profile, recipe, cluster, targets, certified, found, more=()) -> SearchedAgain | None:
+def searched_again(profile, recipe, cluster, targets, certified, found, more=(), trials=1) -> SearchedAgain | None:
     """Nothing new beside ``more``; ``None`` where no fused operator may run."""
     fused = any(decision.provider != "eager" for decision in certified(found))
     return SearchedAgain(tuple(more)) if fused else None

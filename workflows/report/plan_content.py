@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwright.schemas.canonical import sha256_of
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.words import plural
 from shardwright.workflows.report import svg
@@ -158,10 +159,21 @@ def advice_section(plan: AdaptationPlan) -> Document:
     return (Heading("Language model"), Text(words), *table)
 
 
+FILES_SHOWN = 8
+"""Most weight files that a report names one by one."""
+
+
+def pinned_files(plan: AdaptationPlan) -> dict[str, str]:
+    """Weight file → hash of its sampled values; a checkpoint of many files by one hash over all."""
+    files = {} if plan.decision.weights is None else plan.decision.weights.files
+    return files if len(files) <= FILES_SHOWN else {f"{len(files)} weight files": sha256_of(files)}
+
+
 def pins_section(plan: AdaptationPlan) -> Document:
     decision, provenance, search = plan.decision, plan.evidence.provenance, plan.evidence.search
     rows = [
         ("checkpoint", f"`{decision.checkpoint.digest}`"),
+        *(("values of " + name, f"`{digest}`") for name, digest in sorted(pinned_files(plan).items())),
         ("training data", f"`{decision.data.train_sha256}`"),
         ("held-out data", f"`{decision.data.held_out_sha256}`"),
         ("cluster", f"`{decision.cluster.digest}`"),
