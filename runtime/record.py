@@ -1,6 +1,7 @@
 """run.json: what happened, kept current by rank 0 and completed by export and its check.
 
 While a run goes on, its steps and held-out losses stand in the metrics' file alone; the end writes them here too.
+Imports nothing heavy: whoever watches a run reads it often.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-import torch
 
 from shardwright import __version__
 from shardwright.runtime.launch.allocator import allocator_setting
@@ -30,6 +29,7 @@ WARMUP_STEPS = 1
 
 def versions() -> dict[str, str]:
     """What a plan pins: Python's minor version and the libraries that decide what is computed."""
+    import torch
     import transformers
 
     return {

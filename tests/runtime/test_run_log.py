@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,3 +142,8 @@ def test_a_restart_that_fails_at_once_loses_no_step(
     monkeypatch.setattr(execute, "build", broken)
     assert single_rank(job) == 1
     assert [one.step for one in job.record.steps] == [1, 2] and job.record.status == "failed"
+
+
+def test_whoever_watches_a_run_reads_its_record_without_torch() -> None:
+    script = "import sys, shardwright.runtime.record, shardwright.workflows.runs\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
