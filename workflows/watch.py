@@ -16,8 +16,10 @@ from shardwright.schemas.policy import Policy
 from shardwright.workflows.cache import NodeCache
 from shardwright.workflows.drive import drive
 from shardwright.workflows.environment import tool_versions
+from shardwright.workflows.evidence import pins
 from shardwright.workflows.lock import RunLock
 from shardwright.workflows.prepare import fresh_request
+from shardwright.workflows.search_options import search_request, stages_for
 from shardwright.workflows.stages import Stages
 
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -60,16 +62,29 @@ class Watch:
     """Operator → hash of its sources."""
     cache: NodeCache | None = None
     """What other runs on this machine have worked out."""
+    calibration: Path | None = None
+    """Measured curves that plans are priced by."""
+    evidence: tuple[Path, ...] = ()
+    """The user's own measured times."""
 
     def world(self) -> dict[str, str]:
-        """Everything beside a checkpoint that an adaptation depends on."""
+        """Everything beside a checkpoint that an adaptation depends on.
+
+        Raises:
+            ShardwrightError: recipe, cluster, calibration or a file of times cannot be read.
+        """
+        cluster = self.stages.load_cluster(self.cluster)
+        search_request(self.calibration, None)
+        pins(list(self.evidence), cluster)
         driver = sha256_file(DRIVER) if DRIVER.is_file() else "none"
         return {
             "recipe": sha256_file(self.recipe),
-            "cluster": sha256_of(self.stages.load_cluster(self.cluster)),
+            "cluster": sha256_of(cluster),
             "policy": sha256_of(self.policy),
             "trials": str(self.trials),
             "driver": driver,
+            **({} if self.calibration is None else {"calibration": sha256_file(self.calibration)}),
+            **{f"evidence.{place}": sha256_file(path) for place, path in enumerate(self.evidence)},
             **{f"version.{name}": version for name, version in tool_versions().items()},
             **{f"kernel.{name}": sha256 for name, sha256 in self.kernels().items()},
         }
@@ -95,7 +110,7 @@ def pass_over(watch: Watch, tell: Callable[[Seen], None]) -> tuple[Seen, ...]:
 
     Raises:
         RunError: ``locked``: another watch works on this output folder.
-        ShardwrightError: recipe or cluster cannot be read: that stops all.
+        ShardwrightError: recipe, cluster, calibration or a file of times cannot be read: that stops all.
     """
     with RunLock(watch.out / ".watch"):
         world = watch.world()
@@ -122,8 +137,19 @@ def _one(watch: Watch, folder: Path, world: dict[str, str]) -> Seen:
 def _adapt(watch: Watch, folder: Path, key: str) -> Seen:
     run_dir = watch.out / f"{folder.name}-{key[:12]}"
     try:
-        request = fresh_request("adapt", folder, watch.cluster, watch.recipe, watch.trials, watch.stages)
-        drive(request, run_dir, stages=watch.stages, policy=watch.policy, cache=watch.cache)
+        search = search_request(watch.calibration, None)
+        request = fresh_request(
+            "adapt",
+            folder,
+            watch.cluster,
+            watch.recipe,
+            watch.trials,
+            watch.stages,
+            search=search,
+            evidence=list(watch.evidence),
+        )
+        stages = watch.stages if search is None else stages_for(request)
+        drive(request, run_dir, stages=stages, policy=watch.policy, cache=watch.cache)
     except ShardwrightError as error:
         status = {ExitCode.NEEDS_APPROVAL: "waiting", ExitCode.POLICY_DENIED: "denied"}.get(error.exit_code, "failed")
         return Seen.model_validate(

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 import workflow_fakes as fakes
 
-from shardwright.schemas.errors import CheckpointError, ExitCode, RunError
+from shardwright.kernels.evidence import EvidenceStore
+from shardwright.kernels.registry import source_sha256
+from shardwright.schemas.errors import CheckpointError, ExitCode, RunError, UsageError
+from shardwright.schemas.ops import MeasuredTime
+from shardwright.schemas.plan import load_plan
 from shardwright.schemas.policy import Policy
 from shardwright.workflows.lock import RunLock
 from shardwright.workflows.watch import Seen, Watch, pass_over, worst
@@ -38,6 +42,16 @@ def watch(tmp_path: Path, inputs: Path) -> Watch:
         fakes.fake_stages(profile=profile),
         lambda: {"rms_norm": fakes.H},
     )
+
+
+def measured_time(**changes: object) -> MeasuredTime:
+    facts: dict[str, object] = {
+        "op": "rms_norm", "provider": "shardwright", "pass_name": "fwd+dx", "driver": "", "versions": {},
+        "device": fakes.cluster_spec().device.name, "source_sha256": source_sha256("rms_norm"), "dtype": "float32",
+        "shape_bucket": "H64,T64", "median_ms": 0.5, "floor_ms": 0.1, "peak_bytes": 0, "repeats": 7,
+        "date": "2026-01-01",
+    }  # fmt: skip
+    return MeasuredTime.model_validate({**facts, **changes})
 
 
 def look(watch: Watch) -> dict[str, Seen]:
@@ -76,6 +90,24 @@ def test_a_changed_kernel_or_checkpoint_adapts_again(watch) -> None:
     found = look(other)
     assert sum(seen.status == "adapted" for seen in found.values()) == 19
     assert launches(watch) == 19 + 1 + 19
+
+
+def test_a_changed_file_of_measurements_adapts_again(watch, tmp_path: Path) -> None:
+    """Own times and curves are part of the world; a file that cannot be read stops all before anything runs."""
+    mine = tmp_path / "mine.jsonl"
+    stored = EvidenceStore(mine)
+    stored.add([measured_time()])
+    own = replace(watch, evidence=(mine,))
+    assert look(own)["model-00"].status == "adapted" and look(own)["model-00"].status == "unchanged"
+    plan = load_plan(Path(look(own)["model-00"].run_dir) / "plan.json")
+    assert [file.times for file in plan.evidence.provenance.evidence_files] == [1]
+    stored.add([measured_time(provider="eager")])
+    assert look(own)["model-00"].status == "adapted"
+    with pytest.raises(UsageError, match="missing"):
+        look(replace(watch, evidence=(tmp_path / "none.jsonl",)))
+    with pytest.raises(UsageError, match="missing"):
+        look(replace(watch, calibration=tmp_path / "none.json"))
+    assert launches(watch) == 2 * 19
 
 
 def test_only_one_watch_works(watch) -> None:

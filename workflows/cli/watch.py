@@ -10,7 +10,9 @@ import typer
 from shardwright.schemas.words import plural
 from shardwright.workflows.cli.common import (
     DEFAULT_TRIALS,
+    CalibrationOption,
     ClusterOption,
+    EvidenceOption,
     PlainOutput,
     PlainOutputOption,
     RecipeOption,
@@ -34,24 +36,43 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Look once and end; for cron and CI.")] = False,
     interval: Annotated[int, typer.Option("--interval", min=1, help="Seconds between two looks.")] = 60,
     trials: TrialsOption = DEFAULT_TRIALS,
+    calibration: CalibrationOption = None,
+    evidence: EvidenceOption = None,
     output: PlainOutputOption = PlainOutput.text,
 ) -> None:
-    """Adapt each checkpoint of a folder once; again when its files, the driver, a library or a kernel changes.
+    """Adapt each checkpoint of a folder once; again when anything it depends on changes.
 
-    Only one watch works on an output folder. A run that died is taken up again. With --once the exit code is 1 where
-    a checkpoint failed, 4 where the policy denied one, 3 where one waits for a person.
+    That is its files, the recipe, cluster and policy, the driver, libraries, kernels, and files of measurements. Only
+    one watch works on an output folder. A run that died is taken up again. With --once the exit code is 1 where a
+    checkpoint failed, 4 where the policy denied one, 3 where one waits for a person.
     """
     import time
 
     from shardwright.schemas.errors import UsageError
     from shardwright.workflows.cache import default_cache
+    from shardwright.workflows.evidence import pins
     from shardwright.workflows.policy import load_policy
     from shardwright.workflows.stages import Stages
     from shardwright.workflows.watch import Seen, Watch, kernel_hashes, pass_over, worst
 
     if not folder.is_dir():
         raise UsageError("no-folder", "no such folder", where=str(folder), next_action="name a folder of checkpoints")
-    work = Watch(folder, out, cluster, recipe, load_policy(policy), trials, Stages(), kernel_hashes, default_cache())
+    work = Watch(
+        folder,
+        out,
+        cluster,
+        recipe,
+        load_policy(policy),
+        trials,
+        Stages(),
+        kernel_hashes,
+        default_cache(),
+        calibration,
+        tuple(evidence or ()),
+    )
+
+    for words in pins(evidence, work.stages.load_cluster(cluster))[1]:
+        note(words)
 
     def tell(seen: Seen) -> None:
         mark = {"failed": "✗", "denied": "✗", "waiting": "‖"}.get(seen.status, "✓")
