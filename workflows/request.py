@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -112,14 +114,33 @@ def claim(run_dir: Path, request: Request) -> None:
     recorded = load_request(run_dir)
     if recorded == request:
         return
-    before, now = recorded.model_dump(), request.model_dump()
-    changed = ", ".join(f"{k}: {before[k]!r} → {now[k]!r}" for k in before if before[k] != now[k])
+    changed = ", ".join(differences(recorded.model_dump(mode="json"), request.model_dump(mode="json")))
     raise UsageError(
         "other-request",
         f"this run folder belongs to another request ({changed})",
         where=str(run_dir),
         next_action="name another --run-dir, or leave it out so that the folder follows the inputs",
     )
+
+
+def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
+    """``field: old → new`` for each value of two requests that differs, nested ones by their whole name."""
+    if isinstance(before, dict) or isinstance(now, dict):
+        old, new = before or {}, now or {}
+        for key in {**old, **new}:
+            yield from differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+    elif isinstance(before, list) or isinstance(now, list):
+        for place, (old, new) in enumerate(zip_longest(before or (), now or ())):
+            yield from differences(old, new, f"{name}[{place}]")
+    elif _shown(before) != _shown(now):
+        yield f"{name}: {_shown(before)} → {_shown(now)}"
+
+
+def _shown(value: object) -> str:
+    if value is None or value is False or value == "":
+        return "none"
+    text = str(value)
+    return f"{text[:12]}…" if len(text) == 64 and text.isalnum() else text
 
 
 def load_request(run_dir: Path) -> Request:

@@ -27,6 +27,7 @@ from shardwright.workflows.drive import drive
 from shardwright.workflows.events import read_events
 from shardwright.workflows.lock import RunLock, holder
 from shardwright.workflows.report.markdown import markdown_plan
+from shardwright.workflows.request import differences
 from shardwright.workflows.review.session import ReviewSession
 
 
@@ -201,6 +202,24 @@ def test_a_folder_belongs_to_one_request(tmp_path, request_of, finished) -> None
     with pytest.raises(UsageError) as caught:
         drive(other, finished.run_dir, stages=fakes.fake_stages())
     assert caught.value.code == "usage/other-request" and "trials: 4 → 5" in caught.value.what
+
+
+def test_what_two_requests_differ_in_is_named_field_by_field() -> None:
+    pin = {"path": "/own/times.jsonl", "sha256": "ab" * 32}
+    before = {"trials": 4, "search": None, "evidence": [pin], "llm": {"mode": "off", "replay": ""}}
+    now = {
+        "trials": 4,
+        "search": {"calibration": "/own/curves.json", "explore": False},
+        "evidence": [{**pin, "sha256": "cd" * 32}, {**pin, "path": "/more.jsonl"}],
+        "llm": {"mode": "off", "replay": None},
+    }
+    assert list(differences(before, now)) == [
+        "search.calibration: none → /own/curves.json",
+        "evidence[0].sha256: abababababab… → cdcdcdcdcdcd…",
+        "evidence[1].path: none → /more.jsonl",
+        "evidence[1].sha256: none → abababababab…",
+    ]
+    assert list(differences(before, before)) == []
 
 
 def replace_request(request):
