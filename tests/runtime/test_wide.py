@@ -154,3 +154,12 @@ def test_ranks_decide_alike() -> None:
 
     alone = SimpleNamespace(device=SimpleNamespace(torch_device=CPU), ranks=SimpleNamespace(world=1))
     assert largest_of_ranks(alone, 0.5, 0.25) == (0.5, 0.25)
+
+
+def test_a_model_on_two_ranks_gives_what_the_whole_gives_in_fp32(
+    tiny: Any, make_job: Any, strategy: Any, on_ranks: Any
+) -> None:
+    """Weights gathered by FSDP, experts reached by dispatch: every rank is in the mode, and none waits for another."""
+    jobs = [make_job(tiny, chosen, recipe=BF16) for chosen in (strategy(ep=2), strategy(shard=2))]
+    said = on_ranks(2, "wide.py", str(tiny.checkpoint), *(str(job.plan_path) for job in jobs))
+    assert said.count("done") == 2 and said.count(" rank ") == 4
