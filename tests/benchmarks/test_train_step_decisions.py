@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from shardwright.agents.structure import rank
 from shardwright.agents.structure.join import recertify
-from shardwright.agents.structure.patterns import delta_rule, delta_rule_layer
 from shardwright.agents.structure.run import run_structure
 from shardwright.checkpoints.targets import resolve_targets
 from shardwright.runtime.experts.balance import LoadMeter
@@ -94,8 +94,7 @@ def by_module(decisions: tuple[FusionDecision, ...]) -> dict[tuple[str, str], tu
 
 @pytest.mark.parametrize("model", list(LAYERS))
 def test_a_case_runs_what_a_plan_would(bench: Any, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in (delta_rule, delta_rule_layer):
-        monkeypatch.setattr(place, "verified", lambda op: True)
+    monkeypatch.setattr(rank, "verified", lambda op, files: True)
     wanted = by_module(tuple(one for one in planned(bench, model, tmp_path) if one.op != "linear_cross_entropy"))
     found = by_module(tuple(one for one in benched(bench, model) if one.op != "linear_cross_entropy"))
     assert found == wanted
