@@ -16,22 +16,26 @@ OWN = "shardwright"
 
 
 def leanest_operators(layers: int) -> tuple[FusedProviders, ...]:
-    """Every operator fused, once for each kernel of the experts: no plan needs less memory than with the best of these.
+    """Every operator fused, once for each kernel of the experts and once with eager ones: no plan has a lower peak than
+    the best of these.
 
     Args:
         layers: of the model; every one's norms are fused with their adds.
     """
-    chosen = {op: (OWN, ()) for op in (*SAVING, "experts")}
+    chosen: dict[str, tuple[str, tuple[str, ...]]] = {op: (OWN, ()) for op in SAVING}
     norms = {"add_rms_norm": (OWN, ("norm",) * (2 * layers))}
-    return tuple(
-        FusedProviders({**chosen, **norms}, {**{op: op for op in SAVING}, "experts": kernel})
+    kernels = {op: op for op in SAVING}
+    fused = (
+        FusedProviders({**chosen, **norms, "experts": (OWN, ())}, {**kernels, "experts": kernel})
         for kernel in EXPERT_OPERATORS
     )
+    return FusedProviders({**chosen, **norms}, kernels), *fused
 
 
 def might_fit(work: Workload, cluster: ClusterSpec, plans: Plans) -> bool:
-    """Whether a plan could fit with fused operators, whichever of them will be certified; a CPU cluster gets none."""
-    return cluster.device.type != "cpu" and any(
-        bool(memory_of(work, cluster, plans, fused).fits.any())
-        for fused in leanest_operators(work.profile.shape.num_layers)
-    )
+    """Whether a plan could fit with fused operators, whichever of them will be certified; a CPU cluster gets none.
+
+    What the allocator holds between tensors is left out: other operators could leave none.
+    """
+    found = (memory_of(work, cluster, plans, fused) for fused in leanest_operators(work.profile.shape.num_layers))
+    return cluster.device.type != "cpu" and any(bool((one.reserved - one.holes <= one.budget).any()) for one in found)

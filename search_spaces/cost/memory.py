@@ -50,6 +50,8 @@ class Memory:
     by_moment: Array
     peak: Array
     reserved: Array
+    holes: Array
+    """Of what is reserved, what the allocator holds between tensors. No rule binds it: fewer tensors can leave more."""
     budget: int
 
     @property
@@ -105,6 +107,7 @@ def memory_of(work: Workload, cluster: ClusterSpec, plans: Plans, fused: FusedPr
         by_moment=np.where(fullest == 0, moments[0], moments[-1]),
         peak=peak,
         reserved=np.ceil(peak * (1 + slack)) + beyond + outside,
+        holes=beyond,
         budget=cluster.device.usable_memory_bytes,
     )
 

@@ -216,11 +216,22 @@ def poison(shard: Path) -> str:
     return name
 
 
-def test_nan_weights_end_with_9_and_no_adapter(cli, approved) -> None:
-    """Headers do not change, so the plan is not stale: the check after load must see it."""
+def test_values_that_changed_after_the_plan_are_stale_and_named(cli, approved) -> None:
+    """Headers do not change: the plan pins the values too."""
+    shard = sorted((approved / "checkpoint").glob("*.safetensors"))[0]
+    poison(shard)
+    done = cli("apply", approved / "plan.json", "--checkpoint", approved / "checkpoint", "--run-dir", approved / "run")
+    assert done.code == 5 and f"decision.weights.files[{shard.name}]" in done.err, done.err[-3000:]
+
+
+def test_nan_weights_end_with_9_and_no_adapter(cli, inputs, approved) -> None:
+    """Weights that are not finite when the plan is made are what it pins: the check after load must see them."""
     name = poison(sorted((approved / "checkpoint").glob("*.safetensors"))[0])
-    run_dir = approved / "run"
-    done = cli("apply", approved / "plan.json", "--checkpoint", approved / "checkpoint", "--run-dir", run_dir)
+    run_dir, plan = approved / "run", approved / "of-nan.json"
+    done = cli("plan", approved / "checkpoint", "-c", "cpu-2", "-r", approved / "recipe.yaml", "-o", plan)
+    assert done.code == 0, done.err[-3000:]
+    assert cli("review", plan, "--approve", "--actor", "ada").code == 0
+    done = cli("apply", plan, "--checkpoint", approved / "checkpoint", "--run-dir", run_dir)
     assert done.code == 9, done.err[-3000:]
     assert name.rsplit(".", 2)[0] in done.err and "error: [check/" in done.err
     assert not (run_dir / "adapter").exists() and not (run_dir / "report.html").exists()
