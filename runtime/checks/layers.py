@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shardwright.checkpoints.build import build_from_config
 from shardwright.checkpoints.precision import keep_stored_fp32
@@ -23,7 +24,7 @@ from shardwright.runtime.checkpointing import routed
 from shardwright.runtime.checks.compare import LOSS_TOLERANCE, NORM_TOLERANCE, ROUTES_TOLERANCE, relative
 from shardwright.runtime.checks.context import first_rows
 from shardwright.runtime.checks.memory import check_guard
-from shardwright.runtime.checks.room import moved, place_of_layer
+from shardwright.runtime.checks.room import place_of_layer
 from shardwright.runtime.checks.wide import Wide, as_near, in_fp32, largest_difference
 from shardwright.runtime.load.decode import read_base
 from shardwright.runtime.lora.init import initial_box
@@ -70,19 +71,9 @@ def first_of_each_kind(layers: dict[str, nn.Module]) -> list[str]:
 
 def _keep(seen: dict[str, tuple[tuple[Any, ...], dict[str, Any]]], name: str) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen[name] = (_detached(args), _detached(kwargs))
+        seen[name] = tree_map_only(Tensor, lambda value: value.detach().clone(), (args, kwargs))
 
     return hook
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, (tuple, list)):
-        return type(value)(_detached(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _detached(item) for key, item in value.items()}
-    return value
 
 
 def _compare(
@@ -160,7 +151,7 @@ def _plain_layer(
 ) -> _Plain:
     """One whole layer in this process, on a layer's arguments and upstream gradient, beside the sharded ``output``."""
     layer, leaves, device = _built_layer(trainer, name)
-    args, kwargs, upstream = moved(given, device)
+    args, kwargs, upstream = tree_map_only(Tensor, lambda value: value.to(device), given)
     keep_apart(layer)
     with routed(routes):
         theirs = _output(layer(*args, **kwargs))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from shardwright.runtime.device import Device, available_host_bytes
@@ -43,14 +41,3 @@ def place_of_layer(name: str, needed: int, device: Device) -> torch.device:
         next_action="run on a host with more memory, or choose a plan that keeps less on each device: what cannot be "
         "compared is not trained",
     )
-
-
-def moved(value: Any, to: torch.device) -> Any:
-    """A layer's arguments with every tensor on another device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(to)
-    if isinstance(value, (tuple, list)):
-        return type(value)(moved(item, to) for item in value)
-    if isinstance(value, dict):
-        return {key: moved(item, to) for key, item in value.items()}
-    return value

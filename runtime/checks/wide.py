@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwright.schemas.errors import RunError
+
 NEARER = 1.5
 """How much farther from the wide values than the plain way's the other way's may be: largest errors scatter."""
 MOST = 0.05
@@ -79,10 +81,15 @@ def grouped(a: Tensor, b: Tensor, offs: Tensor, *rest: Any, **options: Any) -> T
     """``[N, K] × [E, K, M]`` → ``[N, M]`` by groups of rows; rows past the last offset are zero.
 
     Raises:
-        NotImplementedError: for operands of other dims, which no forward pass has.
+        RunError: ``check-grouped-product`` for operands of other dims, as those of a weight's gradient.
     """
     if a.dim() != 2 or b.dim() != 3:
-        raise NotImplementedError(f"a grouped product of {a.dim()} and {b.dim()} dims in fp32")
+        raise RunError(
+            "check-grouped-product",
+            f"a grouped product of {a.dim()} and {b.dim()} dims has no fp32 form here",
+            where="checks before the first step",
+            next_action="report the model's family; a forward pass has products of 2 and 3 dims alone",
+        )
     out = torch.zeros((a.shape[0], b.shape[2]), dtype=torch.float32, device=a.device)
     start = 0
     for group, stop in enumerate(offs.tolist()):

@@ -17,7 +17,6 @@ from shardwright.runtime.checks.room import (
     HOST,
     LAYER_SHARE,
     WHOLE_MODEL_SHARE,
-    moved,
     place_of_layer,
     whole_model_fits,
 )
@@ -48,12 +47,6 @@ def test_a_layer_goes_to_the_host_where_the_device_is_full(monkeypatch: pytest.M
     assert "layer takes" in caught.value.text() and "next" in caught.value.as_dict()
     with pytest.raises(RunError, match="check-no-room"):
         place_of_layer("layer", most, device(999, HOST))
-
-
-def test_arguments_move_whole() -> None:
-    meta = torch.device("meta")
-    found = moved({"a": (torch.zeros(2), [torch.zeros(3)]), "b": 7, "c": None}, meta)
-    assert found["a"][0].device == meta and found["a"][1][0].device == meta and found["b"] == 7 and found["c"] is None
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried 18 GiB"), MemoryError()])
@@ -92,15 +85,18 @@ def test_one_plain_layer_is_held_at_a_time_without_pythons_own_collections(
     assert alive == [1, 1]
 
 
-def test_arguments_go_where_the_plain_layer_is(
+def test_a_plain_layer_gets_its_arguments_where_it_is(
     tiny: Any, make_job: Any, strategy: Any, single_rank: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nested ones too, and the upstream gradient; what is no tensor stays as it is."""
     monkeypatch.setattr(room, "WHOLE_MODEL_SHARE", 0.0)
-    seen: list[torch.device] = []
-    there = layers.moved
-    monkeypatch.setattr(layers, "moved", lambda value, to: (seen.append(to), there(value, to))[1])
+    meta = torch.device("meta")
+    given = (torch.zeros(2), [torch.zeros(3)]), {"mask": None, "cache": {"a": torch.zeros(1)}}, torch.zeros(4)
+    args, kwargs, upstream = layers.tree_map_only(torch.Tensor, lambda value: value.to(meta), given)
+    assert {args[0].device, args[1][0].device, kwargs["cache"]["a"].device, upstream.device} == {meta}
+    assert kwargs["mask"] is None
     job = make_job(tiny, strategy(), recipe={"schedule": {"steps": 1}})
-    assert single_rank(job) == 0 and set(seen) == {HOST}
+    assert single_rank(job) == 0
     evidence = [check.evidence for check in job.record.checks if check.scope == "by_layer"]
     assert evidence and all("the plain layer's by" in one for one in evidence)
 

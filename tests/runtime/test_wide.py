@@ -18,6 +18,7 @@ from shardwright.runtime.checks.compare import LOSS_TOLERANCE
 from shardwright.runtime.checks.wide import MOST, NEARER, Wide, as_near, grouped, in_fp32, largest_difference
 from shardwright.runtime.fuse import OPERATOR_FORWARDS
 from shardwright.runtime.reference import load_plain
+from shardwright.schemas.errors import RunError
 from shardwright.schemas.fusion import FusionDecision
 
 CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ def test_grouped_products_are_loops_in_fp32() -> None:
         found = torch._grouped_mm(a, b, offs=offs)
     expected = torch.cat((a[:4].float() @ b[0].float(), a[4:7].float() @ b[2].float(), torch.zeros(2, 8)))
     assert torch.equal(found, expected)
-    with pytest.raises(NotImplementedError, match="2 and 2 dims"):
+    with pytest.raises(RunError, match=r"check-grouped-product.*2 and 2 dims"):
         grouped(a, b[0], offs)
 
 
