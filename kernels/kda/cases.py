@@ -153,10 +153,6 @@ SPILLS: Mapping[str, tuple[int, str]] = {
         "255 registers let two programs share a multiprocessor, as their shared memory does; on one H200, T 8192 and H "
         "32: 0.87 ms without a limit, 1.20 with 168 registers (before its tiles were copied ahead)",
     ),
-    "kda_keys_kernel": (
-        128,
-        "on one H200, T 8192 and H 32, forward and backward: 4.02 ms with these spills, 5.18 without (16 channels)",
-    ),
 }
 
 

@@ -8,6 +8,7 @@ Legend: C tokens of a chunk, NT chunks, N documents, HV value heads, K, V widths
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from shardwright.kernels.kda import launches, segments
@@ -42,16 +43,18 @@ def reverse(
     do: Tensor,
     dfinal: Tensor | None,
     dinitial: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the state after each chunk ``[NT, HV, K, V]`` and of the new values ``[NT, HV, C, V]``."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the state after each chunk ``[NT, HV, K, V]`` and of the new values ``[NT, HV, C, V]``, and what the
+    latter lost by rounding, like v."""
     HV, K, V, NT = inputs.HV, inputs.K, inputs.V, docs.chunks
     dstates, dnew = do.new_empty((NT, HV, K, V)), do.new_empty((NT, HV, CHUNK, V))
+    lost = torch.empty_like(inputs.v)
     cut = segments.cut(inputs, docs)
     if cut is None:
-        launches.reverse_documents(inputs, docs, found, do, dfinal, dinitial, dstates, dnew)
-        return dstates, dnew
+        launches.reverse_documents(inputs, docs, found, do, dfinal, dinitial, dstates, (dnew, lost))
+        return dstates, dnew, lost
     summary = segments.summaries(inputs, docs, found, cut.chunks)
     own = segments.ends(inputs, docs, found, do, cut.chunks)
     after = segments.starts(inputs, docs, summary, cut, dinitial, own=own, last=dfinal)
-    launches.reverse_documents(inputs, docs, found, do, after, None, dstates, dnew, cut.chunks)
-    return dstates, dnew
+    launches.reverse_documents(inputs, docs, found, do, after, None, dstates, (dnew, lost), cut.chunks)
+    return dstates, dnew, lost

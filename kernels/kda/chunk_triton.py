@@ -121,7 +121,8 @@ def kda_pairs_kernel(
 ):  # fmt: skip
     """One chunk of one value head: the reads P, the inverse, and the norms.
 
-    Writes p and the inverse ``[.., C, C]`` in q's dtype, and the factors 1/norm of q and k ``[.., 2, C]`` in fp32.
+    Writes p, its columns without the factors of k, and the inverse ``[.., C, C]`` in q's dtype, and the factors 1/norm
+    of q and k ``[.., 2, C]`` in fp32.
     """
     hv = tl.program_id(0)
     chunk = tl.program_id(1).to(tl.int64)
@@ -192,8 +193,7 @@ def kda_pairs_kernel(
         tl.store(norms_ptr + C + r * B + rows, k_norms[r])
         at = r * B * C + (i * C + j)
         for c in tl.static_range(r):
-            reads = p[place(r, c)] * q_norms[r][:, None] * k_norms[c][None, :]
-            tl.store(p_ptr + (at + c * B), reads.to(narrow))
+            tl.store(p_ptr + (at + c * B), (p[place(r, c)] * q_norms[r][:, None]).to(narrow))
     x = ()
     for r in tl.static_range(N):
         pairs = a[place(r, r)]
@@ -201,7 +201,7 @@ def kda_pairs_kernel(
         if not BLOCKED:
             pairs, reads = pairs_by_levels(q_ptr, k_ptr, total_ptr, r, count, H * K, K, BK, B, PREC, STAGES, narrow)
         at = r * B * C + (i * C + j)
-        reads = reads * q_norms[r][:, None] * k_norms[r][None, :]
+        reads = reads * q_norms[r][:, None]
         tl.store(p_ptr + (at + r * B), tl.where(i >= j, reads, 0.0).to(narrow))
         beta = load_beta(beta_ptr, r * B + rows, r * B + rows < count, 0, HV, SIGMOID)
         left = (beta * k_norms[r])[:, None]
@@ -227,7 +227,12 @@ def kda_widths_kernel(
     PREC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one value head: what follows from its inverse and norms, ``w``, decayed q and k ``[.., C, K]`` and
-    ``u [.., C, V]`` in q's dtype."""
+    ``u [.., C, V]`` in q's dtype.
+
+    ``beta v`` enters u with what it loses by rounding: where decays are strong u is little else, and every result and
+    gradient has its error. The factors 1/norm of keys are in w and u, not in decayed k, P's columns or what the state
+    gets: a key that nothing has decayed yet is then exact, and equal keys are rounded alike.
+    """
     hv = tl.program_id(0)
     chunk = tl.program_id(1).to(tl.int64)
     tile = chunk * HV + hv
@@ -242,22 +247,25 @@ def kda_widths_kernel(
     i = rows[:, None]
     beta = load_beta(beta_ptr, tokens, valid, hv, HV, SIGMOID)
     inverse = tl.load(inverse_ptr + tile * C * C + i * C + rows[None, :])
+    q_norm = tl.load(norms_ptr + tile * 2 * C + rows)
+    k_norm = tl.load(norms_ptr + tile * 2 * C + C + rows)
     for vb in range(V // BV):
         cols = vb * BV + tl.arange(0, BV)
         v = load_rows(v_ptr, tokens, valid, hv, HV, cols, V)
-        u = tl.dot(inverse, (v * beta[:, None]).to(narrow), input_precision=PREC)
+        v *= beta[:, None]
+        rounded = v.to(narrow)
+        u = tl.dot(inverse, rounded, input_precision=PREC)
+        u = tl.dot(inverse, (v - rounded.to(tl.float32)).to(narrow), u, input_precision=PREC) * k_norm[:, None]
         tl.store(u_ptr + (tile * C + i) * V + cols[None, :], u.to(narrow))
-    q_norm = tl.load(norms_ptr + tile * 2 * C + rows)
-    k_norm = tl.load(norms_ptr + tile * 2 * C + C + rows)
     for kb in range(K // BK):
         cols = kb * BK + tl.arange(0, BK)
         at = (tile * C + i) * K + cols[None, :]
         total = tl.load(total_ptr + at)
         whole = tl.load(total_ptr + (tile * C + C - 1) * K + cols)
-        k = load_rows(k_ptr, tokens, valid, head, H, cols, K) * k_norm[:, None]
+        k = load_rows(k_ptr, tokens, valid, head, H, cols, K)
         q = load_rows(q_ptr, tokens, valid, head, H, cols, K) * q_norm[:, None]
         e = tl.exp2(total)
         tl.store(ke_ptr + at, (k * tl.exp2(whole[None, :] - total)).to(narrow))
         tl.store(qe_ptr + at, (q * e).to(narrow))
-        w = tl.dot(inverse, (k * e * beta[:, None]).to(narrow), input_precision=PREC)
-        tl.store(w_ptr + at, w.to(narrow))
+        w = tl.dot(inverse, (k * e * (beta * k_norm)[:, None]).to(narrow), input_precision=PREC)
+        tl.store(w_ptr + at, (w * k_norm[:, None]).to(narrow))

@@ -126,8 +126,8 @@ def compute_backward(
         chain.scan(inputs, docs, found, states=states)
     start = inputs.initial_state
     dinitial = None if start is None else torch.empty(start.shape, dtype=torch.float32, device=start.device)
-    dstates, dnew = chain.reverse(inputs, docs, found, do, dfinal, dinitial)
-    flow = Flow(found.inside(), o, do, dnew, states, dstates)
+    dstates, dnew, dv = chain.reverse(inputs, docs, found, do, dfinal, dinitial)
+    flow = Flow(found.inside(), o, do, dnew, dv, states, dstates)
     del found, kept
     gradients = gradient(inputs, docs, settings, flow)
     return gradients, None if dinitial is None or start is None else dinitial.to(start.dtype)

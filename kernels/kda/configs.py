@@ -1,10 +1,10 @@
 """Launch configurations of KDA. Data; no torch.
 
 Timed on one H200 (T 8192, H 32, K = V = 128, bf16, bounded gate), forward and backward, ms, by the portable keys
-kernel's tile: 4.02 with 64 channels and 64 columns in 8 warps, 4.26 (64, 32, 8), 4.29 (32, 32, 4), 5.18 (16, 32, 4)
-and 5.37 (32, 32, 8). Of 32 channels in 4 warps with 64 columns, of 16 with 64 and of 32 in 8 warps with 64, ptxas 12.8
-makes code that reads elsewhere (``kernels.machine_code``), as it does of the scan with 256 channels in 4 warps. One
-gate a head: 2.76 (32, 32, 4), 3.02 (32, 64, 8), 3.35 (32, 32, 8).
+kernel's tile, before it had a part of dbeta: 4.02 with 64 channels and 64 columns in 8 warps, 4.26 (64, 32, 8), 4.29
+(32, 32, 4), 5.18 (16, 32, 4) and 5.37 (32, 32, 8). Of 32 channels in 4 warps with 64 columns, of 16 with 64 and of 32
+in 8 warps with 64, ptxas 12.8 makes code that reads elsewhere (``kernels.machine_code``), as it does of the scan with
+256 channels in 4 warps. One gate a head: 2.76 (32, 32, 4), 3.02 (32, 64, 8), 3.35 (32, 32, 8).
 
 Legend: K key width, V value width, HV value heads, N documents.
 """
@@ -91,20 +91,30 @@ def reverse(K: int, V: int, value_bytes: int, columns: int, multiprocessors: int
 
 
 def values(K: int, V: int, value_bytes: int) -> Tile:
-    return Tile(BK=K, BV=64, warps=4, stages=1)
+    """64 columns would take more than 255 registers."""
+    return Tile(BK=K, BV=32, warps=4, stages=1)
 
 
 def keys(K: int, V: int, value_bytes: int) -> Tile:
-    return Tile(BK=64, BV=64, warps=8, stages=1)
+    """64 channels spill 220 bytes, 16 none. Fp32 is for the interpreter, where few steps count."""
+    return Tile(BK=16, BV=32, warps=4, stages=1) if value_bytes == 2 else Tile(BK=64, BV=64, warps=8, stages=1)
 
 
 def keys_hopper() -> Tile:
-    """On the same device the kernel alone takes 0.71 ms, with 16 channels 0.83, with 64 1.72; the portable one 1.59."""
+    """On the same device the kernel alone took 0.71 ms before it had a part of dbeta, with 16 channels 0.83, with 64
+    1.72; the portable one 1.59."""
     return Tile(BK=32, BV=32, warps=4, stages=1)
 
 
-PART = 8192
-"""Chunks times value heads whose gradients are made in one launch: the pair gradients of no more are kept at once."""
+def strengths() -> Tile:
+    """BK counts heads."""
+    return Tile(BK=8, BV=0, warps=2, stages=1)
+
+
+PART = 5504
+"""Chunks times value heads whose gradients are made in one launch: the pair gradients of no more are kept at once.
+
+T 32,768 with 32 heads takes three launches; three tiles of C x C for each are 135 MB."""
 
 
 def part(chunks: int, heads: int) -> int:

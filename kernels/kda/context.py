@@ -121,8 +121,8 @@ class KdaContext(torch.autograd.Function):
         owns = place.gather(own if place.continues else torch.zeros_like(own))
         after = own.new_zeros((docs.count, *own.shape))
         after[-1] = returning(effects, owns, place.rank, V)
-        dstates, dnew = chain.reverse(inputs, docs, found, do, after, None)
-        flow = Flow(found.inside(), o, do, dnew, states, dstates)
+        dstates, dnew, dv = chain.reverse(inputs, docs, found, do, after, None)
+        flow = Flow(found.inside(), o, do, dnew, dv, states, dstates)
         del found
         back = gradient(inputs, docs, settings, flow)
         return back.q, back.k, back.v, back.g, back.beta, back.A_log, back.dt_bias, None, None, None

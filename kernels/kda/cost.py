@@ -11,6 +11,8 @@ from shardwright.schemas.ops import OpCost, PassCost
 
 LEVELS = 3
 """Pair products of a chunk in the keys kernel, with a bounded gate."""
+BLOCK = 32
+"""Key channels of a program of the keys kernel, each of which leaves a part of beta's gradient."""
 TRIANGLE = 10 / 16
 """Blocks of 16 tokens on and below a chunk's diagonal, of all."""
 SOLVE_PRODUCTS = 40
@@ -45,6 +47,7 @@ def cost(
     rows = chunks * C * HV
     keys, values, square, state = rows * K * b, rows * V * b, rows * C * b, n * K * V * b
     total = rows * K * 4
+    shares = (1 + K // BLOCK) * rows * 4
     states = docs * HV * K * V * 4
     read = T * (2 * H * K + HV * V + HV * K + HV) * b
     out = T * HV * V * b
@@ -54,7 +57,7 @@ def cost(
 
     pairs = product(2 * TRIANGLE, C, K, C)
     solve = product(SOLVE_PRODUCTS / 64, C, C, C)
-    widths = product(1, C, C, V) + product(1, C, C, K)
+    widths = product(2, C, C, V) + product(1, C, C, K)
     chain = product(2, C, K, V)
     forward_flops = pairs + solve + widths + chain + product(1, C, K, V) + product(1, C, C, V)
     least = product(1, C, K, C) + product(1, C, C, V + K) + product(3, C, K, V) + product(0.5, C, C, V)
@@ -80,16 +83,17 @@ def cost(
     again_read = gated + widths_read + 2 * keys + values + ends
     again_written = total + tiles + values + state
     reverse = product(3, C, K, V) + product(1, C, C, V)
-    inside = product(3, C, K, V) + product(3, C, C, V) + product(4 * LEVELS, C, C, K)
+    inside = product(3, C, K, V) + product(5, C, C, V) + product(6 * LEVELS, C, C, K)
     backward = PassCost(
         flops=again + reverse + inside,
         bytes_read=again_read
         + 3 * keys + square + out + ends + states  # reverse
-        + 3 * values + square + out  # values
-        + read + total + 2 * values + out + 2 * state + 2 * square,  # keys
+        + 3 * values + square + 2 * out  # values
+        + read + total + 2 * values + out + 2 * state + 3 * square  # keys
+        + shares + T * HV * b,
         bytes_written=again_written
-        + state + 2 * values + T * HV * V * b + 2 * square + 3 * T * HV * K * b + states,
-        launches=8,
+        + state + 2 * values + 2 * out + 3 * square + 3 * T * HV * K * b + shares + states,
+        launches=9,
         workspace_bytes=tiles + total + 2 * state + values,
         floor_flops=2 * least,
         floor_bytes=2 * read + 2 * out + 2 * states,

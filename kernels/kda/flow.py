@@ -19,6 +19,8 @@ class Flow:
     o: Tensor
     do: Tensor
     dnew: Tensor
+    dv: Tensor
+    """What rounding took from dnew; the gradient of v once ``values`` has run."""
     states: Tensor
     dstates: Tensor
 
@@ -42,13 +44,14 @@ def key_operands(
     settings: Settings,
     flow: Flow,
     into: Targets,
-    between: tuple[Tensor, Tensor, Tensor],
+    between: tuple[Tensor, ...],
     piece: slice,
 ) -> tuple[Any, ...]:
     """Arguments of a keys kernel for the chunks in ``piece``, in its order.
 
     Args:
-        between: dp, da and the product along the rows, from the values kernel.
+        between: dp, da and the products along the rows, from the values kernel; where every channel has a gate also
+            the parts of dbeta, of which the keys kernel adds its own.
     """
     learns = inputs.A_log is not None
     return (

@@ -16,7 +16,7 @@ from shardwright.kernels.kda import configs
 from shardwright.kernels.kda.configs import CHUNK, Tile
 from shardwright.kernels.kda.documents import Documents
 from shardwright.kernels.kda.flow import Flow, Targets, key_operands
-from shardwright.kernels.kda.gradients_triton import kda_keys_kernel, kda_values_kernel
+from shardwright.kernels.kda.gradients_triton import kda_keys_kernel, kda_strengths_kernel, kda_values_kernel
 from shardwright.kernels.kda.keys_hopper import kda_keys_hopper_kernel
 from shardwright.kernels.kda.operands import GATE_CODES, Inputs, Settings, blocks, levels, precision
 
@@ -47,7 +47,7 @@ def keys_tile(inputs: Inputs) -> Tile:
 def gradient(inputs: Inputs, docs: Documents, settings: Settings, flow: Flow) -> Gradients:
     """Gradients of all inputs inside their chunks, in parts that bound the workspace, then the sums.
 
-    ``flow.dnew`` is used up.
+    ``flow.dnew`` and ``flow.dv`` are used up.
     """
     q, H, HV, K, NT = inputs.q, inputs.H, inputs.HV, inputs.K, docs.chunks
     B, T = q.shape[:2]
@@ -63,19 +63,25 @@ def gradient(inputs: Inputs, docs: Documents, settings: Settings, flow: Flow) ->
     into = Targets(
         torch.empty((B, T, HV, K), dtype=kept, device=q.device),
         torch.empty((B, T, HV, K), dtype=kept, device=q.device),
-        torch.empty_like(inputs.v),
+        flow.dv,
         torch.empty_like(inputs.g),
         torch.empty_like(inputs.beta),
         fp32(NT, HV, share if inputs.channels else 1) if learns else fp32(1),
         fp32(NT, HV, *width) if learns else fp32(1),
     )
     each = configs.part(NT, HV)
-    dp, da = (q.new_empty((min(each, NT), HV, CHUNK, CHUNK)) for _ in range(2))
-    along = fp32(min(each, NT), HV, 2, CHUNK)
+    dp = q.new_empty((min(each, NT), HV, CHUNK, CHUNK))
+    da = q.new_empty((min(each, NT), HV, 2 if inputs.channels else 1, CHUNK, CHUNK))
+    along = fp32(min(each, NT), HV, 3 if inputs.channels else 2, CHUNK)
+    shares = fp32(min(each, NT), HV, 1 + share, CHUNK) if inputs.channels else None
     for low in range(0, NT, each):
         piece = slice(low, min(low + each, NT))
-        values(inputs, docs, settings, flow, into, dp, da, along, piece)
-        (keys if inputs.channels else scalar_launches.keys)(inputs, docs, settings, flow, into, dp, da, along, piece)
+        values(inputs, docs, settings, flow, into, dp, da, along, shares, piece)
+        if shares is None:
+            scalar_launches.keys(inputs, docs, settings, flow, into, dp, da, along, piece)
+        else:
+            keys(inputs, docs, settings, flow, into, dp, da, along, shares, piece)
+            strengths(inputs, docs, settings, into, shares, piece)
     dq, dk = into.dq, into.dk
     if groups > 1:
         dq, dk = (tensor.view(B, T, H, groups, K).sum(3).to(q.dtype) for tensor in (dq, dk))
@@ -93,9 +99,10 @@ def values(
     dp: Tensor,
     da: Tensor,
     along: Tensor,
+    shares: Tensor | None,
     piece: slice,
 ) -> None:
-    """dv, dbeta, dP, dA of the chunks in ``piece``; dnew there becomes x."""
+    """dv, dP, dA of the chunks in ``piece``, and dbeta or the first of its ``shares``; dnew there becomes x."""
     HV, K, V = inputs.HV, inputs.K, inputs.V
     tile = configs.values(K, V, inputs.value_bytes)
     with device.current(inputs.q):
@@ -108,6 +115,7 @@ def values(
             flow.o,
             flow.do,
             flow.found.inverse[piece],
+            flow.found.norms[piece],
             flow.found.u[piece],
             flow.dnew[piece],
             into.dv,
@@ -115,11 +123,13 @@ def values(
             dp,
             da,
             along,
+            along if shares is None else shares,
             HV,
             V=V,
             BV=min(V, tile.BV),
             C=CHUNK,
             SIGMOID=settings.beta_sigmoid,
+            SHARES=0 if shares is None else shares.shape[2],
             **precision(inputs),
             **tile.options(),
         )
@@ -134,14 +144,15 @@ def keys(
     dp: Tensor,
     da: Tensor,
     along: Tensor,
+    shares: Tensor,
     piece: slice,
 ) -> None:
-    """dq, dk, dg of the chunks in ``piece``, and their shares of the gate's parameters."""
+    """dq, dk, dg of the chunks in ``piece``, and their parts of the gradients of beta and the gate's parameters."""
     HV, K, V = inputs.HV, inputs.K, inputs.V
     tile = keys_tile(inputs)
     BK = min(K, tile.BK)
     grid = (K // BK, HV, piece.stop - piece.start)
-    operands = key_operands(inputs, docs, settings, flow, into, (dp, da, along), piece)
+    operands = key_operands(inputs, docs, settings, flow, into, (dp, da, along, shares), piece)
     shape = {"K": K, "V": V, "BK": BK, "BV": min(V, tile.BV), "GATE": GATE_CODES[settings.gate], **blocks(settings)}
     with device.current(inputs.q):
         if on_hopper(inputs):
@@ -149,3 +160,21 @@ def keys(
         else:
             constants = {**shape, **precision(inputs), **tile.options()}
             sound.start(kda_keys_kernel, grid, *operands, levels(settings), 0, **constants)
+
+
+def strengths(inputs: Inputs, docs: Documents, settings: Settings, into: Targets, shares: Tensor, piece: slice) -> None:
+    """dbeta of the chunks in ``piece`` from its ``shares [.., HV, 1 + K / BK, C]``."""
+    tile = configs.strengths()
+    with device.current(shares):
+        kda_strengths_kernel[(-(-inputs.HV // tile.BK), piece.stop - piece.start)](
+            shares,
+            inputs.beta,
+            docs.table[piece],
+            into.dbeta,
+            inputs.HV,
+            SHARES=shares.shape[2],
+            BH=tile.BK,
+            C=CHUNK,
+            SIGMOID=settings.beta_sigmoid,
+            **tile.options(),
+        )

@@ -165,7 +165,7 @@ def log2_softplus(z):
 @gluon.jit
 def kda_keys_hopper_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, a_log_ptr, bias_ptr, total_ptr, table_ptr, do_ptr,
-    norms_ptr, new_ptr, x_ptr, states_ptr, dstates_ptr, dp_ptr, da_ptr, along_ptr,
+    norms_ptr, new_ptr, x_ptr, states_ptr, dstates_ptr, dp_ptr, da_ptr, along_ptr, shares_ptr,
     dq_ptr, dk_ptr, dg_ptr, dspeed_ptr, dbias_ptr,
     lower, scale, HV, G,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
@@ -192,8 +192,11 @@ def kda_keys_hopper_kernel(
 
     s_dp = gl.allocate_shared_memory(narrow, [C, C], shared_layout(C))
     s_da = gl.allocate_shared_memory(narrow, [C, C], shared_layout(C))
+    s_lost = gl.allocate_shared_memory(narrow, [C, C], shared_layout(C))
+    da_ptr += tile * 2 * C * C
     fetch(s_dp, dp_ptr + tile * C * C, C, C, C, C)
-    fetch(s_da, da_ptr + tile * C * C, C, C, C, C)
+    fetch(s_da, da_ptr, C, C, C, C)
+    fetch(s_lost, da_ptr + C * C, C, C, C, C)
     async_copy.commit_group()
     s_do = gl.allocate_shared_memory(narrow, [C, V], shared_layout(V))
     s_x = gl.allocate_shared_memory(narrow, [C, V], shared_layout(V))
@@ -258,20 +261,24 @@ def kda_keys_hopper_kernel(
         factor = s_k.slice(other * R, R).load(RIGHT)
         p = mma_v2(pairs_with(s_dp, other, mild, False, BLOCKED, C), factor, p)
         a = mma_v2(pairs_with(s_da, other, mild, False, BLOCKED, C), factor, a)
+        a = mma_v2(pairs_with(s_lost, other, mild, False, BLOCKED, C), factor, a)
     for other in gl.static_range(B - 1, -1, -1):
         if other < B - 1:
             step = step_between(total_ptr, other, other + 1, K, BK)
             s *= spread(gl.where(block < other + mild, step, 1.0), B, BK)
         s = mma_v2(pairs_with(s_dp, other, mild, True, BLOCKED, C), s_q.slice(other * R, R).load(RIGHT), s)
-        s = mma_v2(pairs_with(s_da, other, mild, True, BLOCKED, C), s_b.slice(other * R, R).load(RIGHT), s)
+        factor = s_b.slice(other * R, R).load(RIGHT)
+        s = mma_v2(pairs_with(s_da, other, mild, True, BLOCKED, C), factor, s)
+        s = mma_v2(pairs_with(s_lost, other, mild, True, BLOCKED, C), factor, s)
     dtotal = s_q.load(ROWS).to(gl.float32) * p + s_b.load(ROWS).to(gl.float32) * a - s_k.load(ROWS).to(gl.float32) * s
-    dq = p * above
-    dk = a * above * beta + s * below
+    along_ptr += tile * 3 * C
+    own_pair = gl.load(along_ptr + 2 * C + i)[:, None]
+    dq = p * above + k * own_pair
+    a *= above
+    share = gl.sum(k * a, 1)
+    dk = a * beta + s * below + q * own_pair
     if not BLOCKED:
         dp_ptr += tile * C * C
-        own_pair = gl.load(dp_ptr + i * (C + 1)).to(gl.float32)[:, None] * (1 - mild).to(gl.float32)
-        dq += k * own_pair
-        dk += q * own_pair
         if mild == 0:
             PAIRS: gl.constexpr = gl.DotOperandLayout(0, BLOCKS, 2)
             FACTORS: gl.constexpr = gl.DotOperandLayout(1, BLOCKS, 2)
@@ -280,7 +287,7 @@ def kda_keys_hopper_kernel(
             l = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(1, PAIRS)))[None, None, :]
             inside = gl.where(r > l, (first + r) * C + first + l, (first + l) * C + first + r)
             dp = gl.load(dp_ptr + inside)
-            da = gl.load(da_ptr + tile * C * C + inside)
+            da = gl.load(da_ptr + inside)
             zeros = gl.zeros([B, R, BK], gl.float32, layout=BLOCKS)
             for level in range(4):
                 half = 8 >> level
@@ -300,8 +307,10 @@ def kda_keys_hopper_kernel(
                 both = pf.to(gl.float32) * p + af.to(gl.float32) * a
                 dtotal += gl.where(right, both, -both)
                 p *= f
+                a *= f
                 dq += gl.where(right, p, 0.0)
-                dk += gl.where(right, 0.0, p) + a * f * weight
+                share += gl.sum(gl.where(right, k * a, 0.0), 1)
+                dk += gl.where(right, 0.0, p) + a * weight
 
     at = own + row * (HV * K) + col
     if GATE != GIVEN:
@@ -322,12 +331,15 @@ def kda_keys_hopper_kernel(
     dlast = gl.sum(s_state.load(WIDE).to(gl.float32) * s_dstate.load(WIDE).to(gl.float32), 1)
     e = gl.exp2(total)
     p *= e
-    a = -a * e * beta
-    s *= gl.exp2(whole[None, :] - total)
+    a *= -e
+    share += gl.sum(k * a, 1)
+    gl.store(shares_ptr + (tile * (K // BK + 1) + 1 + kb) * C + i, share)
+    a *= beta
+    s *= gl.exp2(whole[None, :] - total) / k_norm
     dlast = gl.convert_layout(dlast, gl.SliceLayout(0, ROWS)) * gl.exp2(whole) + gl.sum(k * s, 0)
     dtotal += q * p + k * (a - s)
-    q_along = gl.load(along_ptr + tile * 2 * C + i)[:, None] / (scale * scale)
-    k_along = gl.load(along_ptr + tile * 2 * C + C + i)[:, None]
+    q_along = gl.load(along_ptr + i)[:, None] / (scale * scale)
+    k_along = gl.load(along_ptr + C + i)[:, None]
     dq = (dq + p - q * q_along) * q_norm
     dk = (dk + a + s - k * k_along) * k_norm
     gl.store(dq_ptr + at, dq.to(dq_ptr.dtype.element_ty), mask=there)

@@ -191,12 +191,13 @@ def reverse_documents(
     dfinal: Tensor | None,
     dinitial: Tensor | None,
     dstates: Tensor | None,
-    dnew: Tensor | None,
+    dnew: tuple[Tensor, Tensor] | None,
     first: Tensor | None = None,
 ) -> None:
     """One launch of the reverse; without ``dstates`` and ``dnew`` only the gradient of the first states is wanted.
 
     Args:
+        dnew: where the new values' gradients go, and where what they lose by rounding does.
         first: first chunk of every document and the end, where other pieces than the documents run.
     """
     first = docs.first if first is None else first
@@ -217,7 +218,7 @@ def reverse_documents(
             found.total if dfinal is None else dfinal,
             found.total if dinitial is None else dinitial,
             found.w if dstates is None else dstates,
-            found.w if dnew is None else dnew,
+            *((found.w, found.w) if dnew is None else dnew),
             HV,
             K=K,
             V=V,

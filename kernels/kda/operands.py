@@ -70,7 +70,8 @@ class Solved:
     """What costs most to make again and least to keep, one width in all: the reads P, the inverse, the norms."""
 
     p: Tensor
-    """``[NT, HV, C, C]`` in q's dtype."""
+    """``[NT, HV, C, C]`` in q's dtype; where every channel has a gate, without the factors 1/norm of k, as ``ke`` of
+    ``Prepared``: w and u have them in its stead."""
     inverse: Tensor
     """As ``p``."""
     norms: Tensor

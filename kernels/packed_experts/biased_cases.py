@@ -66,7 +66,7 @@ def launched(label: str, size: Shape) -> tuple[AnyCase, ...]:
         return packed_experts(x, n, up, low, up_bias=before, down_bias=after, activation=CLAMPED, interleaved=True)
 
     found = (case for case in cases_of(label, call) if "packed_experts" in case.kernel.fn.__module__)
-    return noted(found, narrow={"zero_tail_kernel": "it only stores"})
+    return noted(found, narrow=cases.NARROW)
 
 
 def bad_inputs(device: str) -> tuple[BadInput, ...]:

@@ -114,6 +114,10 @@ def facts(case: BenchCase) -> dict[str, float]:
     return row_facts(counts(case.shape["R"], case.shape["E"], "cuda"))
 
 
+NARROW = {"zero_tail_kernel": "it only stores", "begin_kernel": "one count an expert, then stores alone"}
+"""Kernels without a 16-byte load."""
+
+
 def launched(label: str, size: Shape) -> tuple[AnyCase, ...]:
     """Every launch of the operator and its gradients at one size, as in training."""
     R, E, H, I, r = (size.get(n, 0) for n in ("R", "E", "H", "I", "r"))
@@ -129,7 +133,7 @@ def launched(label: str, size: Shape) -> tuple[AnyCase, ...]:
     why = "one register, kept once outside the loop"
     cases = noted(
         (case for case in cases_of(label, call) if "packed_experts" in case.kernel.fn.__module__),
-        narrow={"zero_tail_kernel": "it only stores"},
+        narrow=NARROW,
         spills={"packed_gate_up_kernel": (16, why)},
     )
     return tuple(cases)

@@ -6,6 +6,7 @@ Legend: R rows, E experts, H hidden, I expert width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardwright.kernels import tuned
 
@@ -54,9 +55,15 @@ def dequantises(rows: int, experts: int, *, trains: bool) -> bool:
     """Whether the stacks are dequantised to the workspace first, for ``rows`` rows in all."""
     default = Copies(rows >= (DEQUANTISE_ROWS if trains else DEQUANTISE_ROWS_ALONE) * experts)
     kernel = "copies" if trains else "copies-alone"
-    return tuned.lookup("packed_experts", kernel, tuned.bucket(R=rows, E=experts), default).made
+    return tuned.lookup("packed_experts", kernel, _bucket(rows, experts), default).made
 
 
+@lru_cache(maxsize=4096)
+def _bucket(rows: int, experts: int) -> str:
+    return tuned.bucket(R=rows, E=experts)
+
+
+@lru_cache(maxsize=4096)
 def pieces(rows: int, experts: int) -> Pieces:
     """The tile that leaves the fewest empty rows at the mean number of rows an expert; the larger of equals."""
     mean = max(1, -(-rows // experts))

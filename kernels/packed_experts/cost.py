@@ -54,7 +54,7 @@ def cost(
         + adapters
         + R * (H + I + (H + I + 4 * r) * (r > 0)) * VALUE,
         bytes_written=(wide if copies else 0) + R * (F + I + H + 2 * r) * VALUE,
-        launches=(2 if copies else 0) + (6 if r else 4),
+        launches=(2 if copies else 0) + (5 if r else 3),
         workspace_bytes=(wide if copies else 0) + R * (I + H) * VALUE,
         floor_flops=products + low,
         floor_bytes=packed + adapters + 2 * R * H * VALUE,
@@ -65,7 +65,7 @@ def cost(
         + adapters
         + R * (H + 3 * F + I + (2 * H + 2 * F + I + 8 * r) * (r > 0)) * VALUE,
         bytes_written=R * (F + I + H + 2 * r) * VALUE + adapters,
-        launches=(1 if copies else 0) + (8 if r else 4),
+        launches=(1 if copies else 0) + (7 if r else 3),
         workspace_bytes=wide + R * (2 * r or I) * VALUE if copies else R * (F + 2 * r) * VALUE,
         floor_flops=products + 2 * low,
         floor_bytes=packed + 2 * adapters + R * (2 * H + F) * VALUE,

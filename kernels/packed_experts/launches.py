@@ -19,12 +19,6 @@ from shardwright.kernels.packed_experts.backward_triton import packed_activation
 from shardwright.kernels.packed_experts.configs import Pieces, Tile
 from shardwright.kernels.packed_experts.storage import PackedStack
 from shardwright.kernels.packed_experts.triton import packed_gate_up_kernel, packed_rows_kernel
-from shardwright.kernels.permute.tiles import make_tiles
-
-
-def make_rows(counts: Tensor, R: int, most_rows: int, token: object | None = None) -> Rows:
-    """The tile list of ``counts [E]``, with tiles of at most ``most_rows`` rows."""
-    return Rows(R, make_tiles(counts, R, token, most_rows), token=token)
 
 
 class PackedProduct(NamedTuple):
@@ -82,6 +76,14 @@ def _bytes(stack: PackedStack, columns: int) -> int:
     return columns // 2 if stack.kind == "mxfp4" else columns
 
 
+def halves(values: Tensor, gated: bool, interleaved: bool) -> tuple[Tensor, Tensor | None]:
+    """Gate and up rows of a stack's values, as views; without a gate all rows and none."""
+    if not gated:
+        return values, None
+    gate, up = values.unflatten(1, (-1, 2)).unbind(2) if interleaved else values.chunk(2, 1)
+    return gate, up
+
+
 def _activated(activation: Activation, interleaved: bool) -> dict[str, Any]:
     """The compile-time choices of kernels that hold the activation."""
     P0, P1, P2 = activation.parameters
@@ -97,10 +99,7 @@ def launch_gate_up(
     if rows.tiles.most == 0:
         return
     H, I, at = x.shape[1], h.shape[1], configs.GATE_UP
-    v, up = w.values, None
-    gate = v
-    if activation.gated:
-        gate, up = (v[:, 0::2], v[:, 1::2]) if interleaved else (v[:, :I], v[:, I:])
+    gate, up = halves(w.values, activation.gated, interleaved)
     tensors, key = product.tensors(gate, up, gu, h), key_of(rows.token, "gate_up", gu is None)
     if again(key, tensors):
         return

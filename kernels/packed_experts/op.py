@@ -30,18 +30,29 @@ from shardwright.kernels.grouped_lora_mlp.layer import (
 from shardwright.kernels.packed_experts import compute, configs
 from shardwright.kernels.packed_experts.admit import check, refuse_learning
 from shardwright.kernels.packed_experts.compute import PackedWeights
-from shardwright.kernels.packed_experts.copies_launch import launch_zero_tail
 from shardwright.kernels.packed_experts.storage import PackedStack
+from shardwright.kernels.permute.tiles import Tiles
 
 ADMITTED = Admitted()
-FACTORS, BESIDE = 4, 6
-"""Tensors beside the stacks: the adapters' factors come first, the biases after."""
+FACTORS, KEPT = 4, 4
+"""Tensors of adapters, which come first among those beside the stacks; tensors that are kept."""
 
 
-def run_forward(
+class Forward(NamedTuple):
+    """One forward, and what its backward goes on from beside what is kept."""
+
+    y: Tensor
+    kept: Kept
+    tiles: Tiles
+    token: object | None
+    """The layout's."""
+    dequantised: bool
+
+
+def forward(
     choice: Choice, w: PackedWeights, x: Tensor, counts: Tensor, keep: bool, dequantise: bool | None = None
-) -> tuple[Tensor, Kept, object | None]:
-    """``y [R, H]``, what is kept, and the layout's token; rows past ``sum(counts)`` are zero.
+) -> Forward:
+    """``y [R, H]``, what is kept, and the tile list; rows past ``sum(counts)`` are zero.
 
     ``dequantise`` overrides the table.
     """
@@ -52,8 +63,21 @@ def run_forward(
     )
     chosen = configs.dequantises(x.shape[0], counts.shape[0], trains=keep) if dequantise is None else dequantise
     y, kept, tiles = compute.forward(choice, w, x, counts, keep, chosen, token)
-    launch_zero_tail("tail", y, tiles, None if token is None else (token, chosen))
-    return y, kept, token
+    return Forward(y, kept, tiles, token, chosen)
+
+
+def run_forward(
+    choice: Choice, w: PackedWeights, x: Tensor, counts: Tensor, keep: bool, dequantise: bool | None = None
+) -> tuple[Tensor, Kept, object | None]:
+    """``y [R, H]``, what is kept, and the layout's token; see ``forward``."""
+    found = forward(choice, w, x, counts, keep, dequantise)
+    return found.y, found.kept, found.token
+
+
+def _dense(dy: Tensor) -> Tensor:
+    """A gradient as the kernels read it: without gaps, on a 16-byte boundary."""
+    dy = dy.contiguous()
+    return dy.clone() if dy.data_ptr() & 15 else dy
 
 
 def run_backward(
@@ -66,36 +90,48 @@ def run_backward(
     token: object | None = None,
     dequantise: bool | None = None,
 ) -> Gradients:
-    """Gradients of x (rows past the last expert: zero) and of the adapters."""
-    chosen = configs.dequantises(dy.shape[0], counts.shape[0], trains=True) if dequantise is None else dequantise
-    found, tiles = compute.backward(choice, w, held, counts, dy.contiguous(), chosen, wants, token)
-    if found.dx is not None:
-        launch_zero_tail("dx-tail", found.dx, tiles, None if token is None else (token, chosen))
-    return found
+    """Gradients of x (rows past the last expert: zero) and of the adapters, with a tile list of its own."""
+    R, E = dy.shape[0], counts.shape[0]
+    chosen = configs.dequantises(R, E, trains=True) if dequantise is None else dequantise
+    tiles = compute.tiles_of(counts, R, chosen, token)
+    return compute.backward(choice, w, held, tiles, _dense(dy), chosen, wants, token)
 
 
 class PackedExperts(torch.autograd.Function):
-    """The short way for plain tensors (see ``kernels.dispatch``)."""
+    """The short way for plain tensors (see ``kernels.dispatch``); ``beside``: ``w.beside()`` where there is any.
+
+    Its backward reads the forward's tile list, some bytes a tile that stay with the node, and so starts a launch less.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, choice: Choice, x: Tensor, counts: Tensor, gate_up: PackedStack, down: PackedStack, *beside: Optional
-    ) -> Tensor:
-        y, kept, ctx.token = run_forward(choice, PackedWeights(gate_up, down, *beside), x, counts, keep=True)
-        ctx.save_for_backward(x, counts, *beside, *kept)
-        ctx.choice, ctx.stacks = choice, (gate_up, down)  # frozen and never outputs: no cycle, no version to check
-        return y
+    def forward(ctx: Any, choice: Choice, x: Tensor, counts: Tensor, w: PackedWeights, *beside: Optional) -> Tensor:
+        found = forward(choice, w, x, counts, keep=True)
+        ctx.save_for_backward(x, *beside, *found.kept)
+        # Stacks are frozen and never outputs: no cycle, no version to check.
+        ctx.choice, ctx.w = choice, PackedWeights(w.gate_up, w.down) if beside else w
+        ctx.tiles, ctx.token, ctx.dequantised = found.tiles, found.token, found.dequantised
+        return found.y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, counts, *rest = ctx.saved_tensors
-        w, needs = PackedWeights(*ctx.stacks, *rest[:BESIDE]), ctx.needs_input_grad
-        held = Held.in_backward(x, Kept(*rest[BESIDE:]))
-        del x, rest
-        wants = Wants(needs[1], up=any(needs[5:7]), low=any(needs[7:9]))
-        found = run_backward(ctx.choice, w, held, counts, dy, wants, ctx.token)
-        return (None, found.dx, None, None, None, found.up_a, found.up_b, found.down_a, found.down_b, None, None)
+        # Without a graph of the backward there is nothing to forbid, and no grad mode to leave and enter.
+        return _differentiated_once(ctx, dy) if torch.is_grad_enabled() else _differentiated(ctx, dy)
+
+
+def _differentiated(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, *rest = ctx.saved_tensors
+    beside, needs, w = len(rest) - KEPT, ctx.needs_input_grad, ctx.w
+    if beside:
+        w = PackedWeights(w.gate_up, w.down, *rest[:beside])
+    held = Held.in_backward(x, Kept(*rest[beside:]))
+    del x, rest
+    wants = Wants(needs[1], up=any(needs[4:6]), low=any(needs[6:8]))
+    found = compute.backward(ctx.choice, w, held, ctx.tiles, _dense(dy), ctx.dequantised, wants, ctx.token)
+    learned = (found.up_a, found.up_b, found.down_a, found.down_b, None, None)
+    return (None, found.dx, None, None, *learned[:beside])
+
+
+_differentiated_once = once_differentiable(_differentiated)
 
 
 class Registered(NamedTuple):
@@ -243,5 +279,5 @@ def packed_experts(
             check(x, counts, w, choice, real=False)
         return packed_experts_forward(x, counts, *Registered.of(w, choice))[0]
     if not wants_gradient(x, *given):
-        return run_forward(choice, w, x, counts, keep=False)[0]
-    return cast(Tensor, PackedExperts.apply(choice, x, counts, gate_up, down, *beside))
+        return forward(choice, w, x, counts, keep=False).y
+    return cast(Tensor, PackedExperts.apply(choice, x, counts, w, *(beside if given else ())))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwright.kernels import bound
 from shardwright.kernels.packed_experts import copies_launch
 from shardwright.kernels.packed_experts.storage import PackedStack
 
@@ -36,30 +37,29 @@ _SLOTS: dict[torch.device, _Slot] = {}
 _LOCK = threading.Lock()  # autograd runs backwards in threads of its own
 
 
-def _key(tensors: tuple[Tensor, ...], stream: int) -> tuple[object, ...]:
-    places = ((t.untyped_storage()._cdata, t.data_ptr(), tuple(t.shape), t._version) for t in tensors)
-    return (stream, *places)
+def _place(t: Tensor) -> tuple[object, ...]:
+    return t.untyped_storage()._cdata, t.data_ptr(), t.shape, t._version
 
 
-def dequantised(stacks: Stacks) -> Copies:
-    """The bf16 weights of a layer's two stacks: those of the slot, or fresh ones, which the slot then holds."""
-    tensors = tuple(t for stack in stacks for t in (stack.values, stack.scales))
-    place = tensors[0].device
+def dequantised(stacks: Stacks, token: object | None = None) -> Copies:
+    """The bf16 weights of a layer's two stacks: those of the slot, or fresh ones, which the slot then holds.
+
+    ``token``: the layout's, if it has one.
+    """
+    a, b, c, d = stacks[0].values, stacks[0].scales, stacks[1].values, stacks[1].scales
+    place = a.device
     cuda = place.type == "cuda"
-    if any(t.is_inference() for t in tensors) or (cuda and torch.cuda.is_current_stream_capturing()):
-        return _fresh(stacks)
-    key = _key(tensors, torch.cuda.current_stream(place).cuda_stream if cuda else 0)
+    inference = a.is_inference() or b.is_inference() or c.is_inference() or d.is_inference()
+    if inference or (cuda and torch.cuda.is_current_stream_capturing()):
+        return copies_launch.dequantise_both(stacks, token)
+    key = (bound.current_stream(place.index) if cuda else 0, _place(a), _place(b), _place(c), _place(d))
     with _LOCK:
         slot = _SLOTS.pop(place, None)
         if slot is None or slot.key != key:
             del slot  # first free the old layer: two must never live at once
-            slot = _Slot(key, tensors, _fresh(stacks))
+            slot = _Slot(key, (a, b, c, d), copies_launch.dequantise_both(stacks, token))
         _SLOTS[place] = slot
         return slot.copies
-
-
-def _fresh(stacks: Stacks) -> Copies:
-    return copies_launch.dequantise(stacks[0]), copies_launch.dequantise(stacks[1])
 
 
 def held_bytes(device: torch.device) -> int:

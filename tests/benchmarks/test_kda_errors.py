@@ -18,16 +18,19 @@ from shardwright.kernels.kda.reference import kda_chunk_reference, kda_recurrent
 @pytest.mark.parametrize("setting", ["usual-8k", "zero-beta", "repeated-keys"])
 @pytest.mark.parametrize("gate", kda_errors.GATES)
 def test_recurrence_is_the_reference(setting: str, gate: str) -> None:
-    tensors = kda_errors.given(setting, "cpu", 70)
-    expected = kda_errors.results(lambda *t: kda_recurrent_reference(*t, gate=gate), tensors, torch.float64)
-    for name, error in kda_errors.errors(kda_errors.exact(gate, tensors), expected).items():
-        assert error < 1e-12, name
+    draws = [kda_errors.draw(setting, "cpu", 70, seed) for seed in (1, 2)]
+    for drawn, found in zip(draws, kda_errors.exact(gate, draws), strict=True):
+        expected = kda_errors.results(lambda *t: kda_recurrent_reference(*t, gate=gate), drawn, torch.float64)
+        assert found.keys() == expected.keys()
+        for name, error in kda_errors.errors(found, expected).items():
+            assert error < 1e-12, name
 
 
 def test_errors_of_bf16_are_those_of_its_rounding() -> None:
-    tensors = kda_errors.given("usual-8k", "cpu", 128)
-    rounded = kda_errors.results(lambda *t: kda_chunk_reference(*t, gate="bounded"), tensors)
-    for name, error in kda_errors.errors(rounded, kda_errors.exact("bounded", tensors)).items():
+    drawn = kda_errors.draw("usual-8k", "cpu", 128)
+    rounded = kda_errors.results(lambda *t: kda_chunk_reference(*t, gate="bounded"), drawn)
+    (expected,) = kda_errors.exact("bounded", [drawn])
+    for name, error in kda_errors.errors(rounded, expected).items():
         assert 2**-11 < error < 2**-5, name
 
 

@@ -65,16 +65,16 @@ def test_counted_traffic_in_widths() -> None:
     width = 32768 * 32 * 128 * 2
     assert found.backward is not None and found.saved_bytes / width == pytest.approx(2.0, abs=0.05)
     forward, backward = ((p.bytes_read + p.bytes_written) / width for p in (found.forward, found.backward))
-    assert (forward, backward) == pytest.approx((23.1, 50.6), abs=0.2)
+    assert (forward, backward) == pytest.approx((23.1, 53.8), abs=0.2)
 
 
 def test_what_is_kept_saves_traffic_and_launches() -> None:
-    """Some 58 widths in place of 74 for both passes, 4 + 5 launches in place of 4 + 8, for 8 widths of memory more."""
+    """Some 61 widths in place of 77 for both passes, 4 + 6 launches in place of 4 + 9, for 8 widths of memory more."""
     plain, kept = (cost(32768, 32, 128, 128, "bfloat16", keep=keep) for keep in (False, True))
     width = 32768 * 32 * 128 * 2
     assert plain.backward is not None and kept.backward is not None
-    assert (plain.total_bytes() / width, kept.total_bytes() / width) == pytest.approx((73.7, 58.2), abs=0.5)
-    assert (plain.backward.launches, kept.backward.launches) == (8, 5)
+    assert (plain.total_bytes() / width, kept.total_bytes() / width) == pytest.approx((76.9, 61.3), abs=0.5)
+    assert (plain.backward.launches, kept.backward.launches) == (9, 6)
     assert (kept.saved_bytes - plain.saved_bytes) / width == pytest.approx(8.0, abs=0.1)
 
 

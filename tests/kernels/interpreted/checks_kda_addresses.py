@@ -145,7 +145,7 @@ def test_documents_of_any_length(kind: str, bounds: tuple[int, ...]) -> None:
     given = drawn(make, bounds, torch.bfloat16, HV=heads)
     found = same_as_unguarded(op, given, cu_seqlens=bounds, output_final_state=True)
     expected = {"kda_scan_kernel", "kda_reverse_kernel", "kda_values_kernel"}
-    own = {"scalar": ("gate", "prepare", "keys"), "kda": ("gate", "pairs", "widths", "keys")}
+    own = {"scalar": ("gate", "prepare", "keys"), "kda": ("gate", "pairs", "widths", "keys", "strengths")}
     name = "scalar" if kind == "scalar" else "kda"
     assert found.launched == expected | {f"{name}_{one}_kernel" for one in own[name]}
 
