@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from torch import nn
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from k3_model import Slice, write_headers
@@ -28,17 +30,15 @@ OWN = {
 """Row of the page → its layers."""
 
 
-def write(family: str, folder: Path) -> int:
-    """The family's files.
-
-    Returns:
-        Parameters of its class; rows of A_log that belong to no head are padding, and not counted.
-    """
-    import torch
-
-    from shardwright.checkpoints.build import build_on_meta
-
+def write(family: str, folder: Path) -> None:
+    """The family's files."""
     write_headers(folder, OWN[family])
-    heads = SIZES["linear"]["num_heads"]  # type: ignore[index]
-    values = build_on_meta(folder, torch.bfloat16).named_parameters()
-    return sum(heads if name.endswith(".A_log") else value.numel() for name, value in values)
+
+
+def parameters(model: nn.Module) -> int:
+    """Parameters of a model; rows of A_log that belong to none of its layer's heads are padding, and not counted."""
+    total = 0
+    for name, value in model.named_parameters():
+        module, _, own = name.rpartition(".")
+        total += getattr(model.get_submodule(module), "heads", value.numel()) if own == "A_log" else value.numel()
+    return total

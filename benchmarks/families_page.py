@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwright.checkpoints.models.registry import OWN_MODELS
+
 HEAD = """# Model families
 
 Written by `python benchmarks/families.py` from a run over every mixture-of-experts family that transformers
-{transformers} ships with modelling code (torch {torch}), and Kimi K3 in this project's own classes, with latent
-attention and with its gated sparse form; do not edit.
+{transformers} ships with modelling code (torch {torch}), and over this project's own classes
+({own}); do not edit.
 
 For each family a tiny checkpoint (a few layers, the family's own class and configuration) is written, profiled from
 its headers, captured on meta, matched and certified. *Profile* is exact when the headers give the model's own number
@@ -25,7 +27,14 @@ def render(recorded: dict[str, Any]) -> str:
     """The page as text."""
     rows = list(recorded["rows"].values())
     note = [recorded["note"], ""] if recorded.get("note") else []
-    lines = [HEAD.format(**recorded), *note, "## Summary", "", "| Bar | Families |", "| --- | --- |"]
+    lines = [
+        HEAD.format(**recorded, own=own_classes(rows)),
+        *note,
+        "## Summary",
+        "",
+        "| Bar | Families |",
+        "| --- | --- |",
+    ]
     lines += [f"| {name} | {count} of {len(rows)} |" for name, count in bars(rows).items()]
     lines += ["", "## Families", ""]
     lines += ["| Family | Profile | Capture | Experts | Norms | Activations | Legal | Refused |", "| --- " * 8 + "|"]
@@ -40,6 +49,16 @@ def render(recorded: dict[str, Any]) -> str:
     for row in rows:
         lines += [f"- **{row['family']}**, {cell}: {_plain(why)}" for cell, why in _failing(row)]
     return "\n".join(lines) + "\n"
+
+
+def own_classes(rows: list[dict[str, Any]]) -> str:
+    """The classes of the registry of our own models that rows were made with, each with its rows."""
+    named = {model.model_path.rpartition(":")[2] for model in OWN_MODELS.values()}
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("class") in named:
+            found.setdefault(row["class"], []).append(row["family"])
+    return "; ".join(f"{name}: {', '.join(families)}" for name, families in sorted(found.items())) or "none in this run"
 
 
 def _patterns(rows: list[dict[str, Any]]) -> list[str]:

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from families_own import OWN, write
+from families_own import OWN, parameters, write
 from families_tiny import main_type, tiny_config
 
 NORM_OPS = frozenset({"layer_norm", "native_layer_norm", "rms_norm"})
@@ -32,20 +32,23 @@ def _profile(family: str, folder: Path) -> dict[str, Any]:
     """Counts from headers beside the model's own. Values are whatever memory held: none is read."""
     import torch
 
+    from shardwright.checkpoints.build import build_on_meta
     from shardwright.checkpoints.profile import profile_checkpoint
 
     if family in OWN:
-        name, own = "KimiK3ForConditionalGeneration", write(family, folder)
+        write(family, folder)
+        model = build_on_meta(folder, torch.bfloat16)
+        own = parameters(model)
     else:
         with torch.device("meta"):
             model = _class_of(family, folder)._from_config(tiny_config(family), dtype=torch.bfloat16)
         model.to_empty(device="cpu")
         model.tie_weights()
         model.save_pretrained(folder)
-        name, own = type(model).__name__, sum(p.numel() for p in model.parameters())
+        own = sum(p.numel() for p in model.parameters())
     counts = profile_checkpoint(folder).parameters
     counted = counts.total + counts.mtp
-    row = {"class": name, "parameters": own}
+    row = {"class": type(model).__name__, "parameters": own}
     if counted == own:
         return {**row, "profile": "exact"}
     return {**row, "profile": "no", "profile_reason": f"the headers give {counted:,}, the model has {own:,}"}

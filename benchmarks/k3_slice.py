@@ -1,16 +1,16 @@
 """Layers of Kimi K3, GLM-5 and DeepSeek-V3.2 at full width on one H200, trained, beside the cost model's prediction.
 
 ``python benchmarks/k3_slice.py [k3-slice|k3-gated-dsa-slice|glm5-slice|v32-slice ...] [--layers N] [--tokens T]
-[--fusions A,B,...] [--calibration FILE] [--without] [--alone] [--append] [--self-test]``
+[--fusions A,B,...] [--calibration FILE] [--without] [--append] [--self-test]``
 
 As many layers as the cost model says fit, in the published order of kinds; LoRA r = 16 on attention, latent projections
 and experts; Kimi K3's experts stay packed in MXFP4. A step is forward, backward, clip and AdamW with every layer
 recomputed. Then each kind of layer runs alone on the inputs it had in the step. One result line a case: tokens a
 second, peak and the time of each kind, beside what the product predicts for the same slice with the same kernels by
 the newest calibration of an H200 among the results, and by the catalogue alone (``catalogue_...``). ``--without`` adds
-a line of a short slice with no kernel installed, and each kind's ``_unfused_ratio``; ``--alone`` the metrics of
-``k3_layers.py`` to Kimi K3's line (``kda_fused_ratio``, ``dsa_fused_ratio``). ``k3-slice`` also assembles the step of
-the 128-device plan from its layers. ``--self-test`` runs tiny widths on any device and writes nothing.
+a line of a short slice with no kernel installed, and each kind's ``_unfused_ratio``. ``k3-slice`` also assembles the
+step of the 128-device plan from its layers. Lines are written as they are measured. ``--self-test`` runs tiny widths on
+any device and writes nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import k3_layers
 import torch
 from k3_assembly import Assembled, Measured, assemble, kind_times
 from k3_model import Slice
@@ -49,7 +48,9 @@ from shardwright.search_spaces.cost.fusion import FusedProviders
 FUSIONS = ("experts", "router", "rms_norm", "kda", "mla", "dsa", "linear_cross_entropy")
 K3_LAYERS = 93
 IN_A_ROW = 4
-"""Passes of a layer between two looks at the clock."""
+"""Passes of a layer between two looks at the clock, where one is shorter than ``LONG_MS``."""
+LONG_MS = 250.0
+"""A pass in which the clock's wait for the device is nothing."""
 SHORTEST = 3
 """Layers of a slice without kernels, whose chains of operators take the memory of several layers."""
 TINY_K3 = {
@@ -76,6 +77,8 @@ class Case:
     """Kinds in the order in which layers are added while they fit; all of the first three are always there."""
     tokens: int
     tiny: dict[str, Any]
+    assembles: bool = False
+    """Whether its layers are those of the 128-device plan."""
 
     def cut(self, layers: int, tiny: bool) -> Slice:
         return Slice(self.model, self.order[:layers], self.tiny if tiny else {})
@@ -85,7 +88,9 @@ DSA = ("dsa+dense", "dsa", "dsa", "dsa", "dsa", "dsa", "dsa")
 CASES = {
     one.name: one
     for one in (
-        Case("k3-slice", "kimi_k3", ("kda+dense", "kda", "mla", "kda", "kda", "mla", "kda", "kda"), 4096, TINY_K3),
+        Case(
+            "k3-slice", "kimi_k3", ("kda+dense", "kda", "mla", "kda", "kda", "mla", "kda", "kda"), 4096, TINY_K3, True
+        ),
         Case("k3-gated-dsa-slice", "kimi_k3", ("kda+dense", "kda", "dsa", "kda", "kda", "dsa"), 4096, TINY_K3),
         Case("glm5-slice", "glm_moe_dsa", DSA, 4096, TINY_LATENT),
         Case("v32-slice", "deepseek_v32", DSA, 4096, TINY_LATENT),
@@ -164,25 +169,26 @@ def layer_times(side: Sliced, ids: Tensor, what: Described, repeats: int) -> dic
         hook.remove()
     found = {}
     for kind, index in first.items():
-        times = [_one_layer(side, layers[index], *seen[index]) for _ in range(repeats + 1)][1:]
+        passes = 1 if _one_layer(side, layers[index], *seen[index], passes=1) > LONG_MS else IN_A_ROW
+        times = [_one_layer(side, layers[index], *seen[index], passes=passes) for _ in range(repeats)]
         middle = statistics.median(times)
         found[kind] = (middle, 50 * (max(times) - min(times)) / middle)
         side.optimizer.clear()
     return found
 
 
-def _one_layer(side: Sliced, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def _one_layer(side: Sliced, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, passes: int) -> float:
     """Milliseconds of one pass among several, so that the host is ahead of the device as it is in a step."""
     (state, *others), named = args, dict(kwargs)
     state = state.requires_grad_(True)
     began = _clock()
     with side.device.attention():
-        for _ in range(IN_A_ROW):
+        for _ in range(passes):
             out = layer(state, *others, **named)
             out = out[0] if isinstance(out, tuple) else out
             out.backward(torch.ones_like(out))
             state.grad = None
-    return 1e3 * (_clock() - began) / IN_A_ROW
+    return 1e3 * (_clock() - began) / passes
 
 
 def _detached(value: Any) -> Any:
@@ -279,8 +285,8 @@ def assembly_fields(made: Assembled, cluster: ClusterSpec) -> dict[str, Any]:
     }
 
 
-def measure(case: Case, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """The lines of one case."""
+def measure(case: Case, options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """The lines of one case, each as soon as it is measured."""
     tiny = bool(options.self_test)
     tokens = options.tokens or (64 if tiny else case.tokens)
     default = () if tiny else FUSIONS
@@ -292,25 +298,21 @@ def measure(case: Case, options: argparse.Namespace, folder: Path) -> list[dict[
     what = described(case.cut(layers, tiny), folder / "slice")
     dtype = torch.float32 if tiny else torch.bfloat16
     found, predicted = run(what, tokens, fusions, options.steps, dtype, calibration)
-    suffix = f"-{layers}-layers" if options.layers else ""
-    lines = [fields(case, suffix, what, tokens, found, predicted)]
-    if case.model == "kimi_k3" and not tiny and not options.layers:
+    yield fields(case, f"-{layers}-layers" if options.layers else "", what, tokens, found, predicted)
+    if case.assembles and not tiny and not options.layers:
         plan = fused_everywhere(fusions, K3_LAYERS, packed=True)
         made = assembled(found, predicted.calibrated, plan, calibration)
-        lines.append(assembly_fields(made, load_cluster("h200-128")))
+        yield assembly_fields(made, load_cluster("h200-128"))
     if options.without:
         short = described(case.cut(SHORTEST, tiny), folder / "short")
         plain, plain_predicted = run(short, tokens, (), 1, dtype, calibration)
-        lines.append(fields(case, "-unfused", short, tokens, plain, plain_predicted))
-        lines[0]["metrics"] |= {
+        without = fields(case, "-unfused", short, tokens, plain, plain_predicted)
+        without["metrics"] |= {
             f"{plain_name(kind)}_unfused_ratio": round(plain.kinds[kind][0] / milliseconds, 4)
             for kind, (milliseconds, _) in found.kinds.items()
             if kind in plain.kinds
         }
-    if options.alone and case.model == "kimi_k3":
-        for name, size in k3_layers.TOKENS.items():
-            lines[0]["metrics"] |= k3_layers.measured(name, size)
-    return lines
+        yield without
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -321,7 +323,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3, help="timed steps after one of warm-up")
     parser.add_argument("--fusions", help=f"operators to install, empty for none; {','.join(FUSIONS)} unless told")
     parser.add_argument("--without", action="store_true", help="one step more with no operator installed")
-    parser.add_argument("--alone", action="store_true", help="Kimi K3's attention layers alone, beside their rivals")
     parser.add_argument("--calibration", type=Path, default=newest_calibration(), help="measured curves to predict by")
     parser.add_argument("--append", action="store_true", help="append to benchmarks/results")
     parser.add_argument("--self-test", action="store_true", help="tiny widths on any device; writes nothing")
@@ -332,12 +333,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            lines = [line(one) for one in measure(CASES[name], options, Path(folder))]
-        for one in lines:
-            sys.stdout.write(one.model_dump_json() + "\n")
-        sys.stdout.flush()
-        if options.append and not options.self_test:
-            append(lines)
+            for found in measure(CASES[name], options, Path(folder)):
+                one = line(found)
+                sys.stdout.write(one.model_dump_json() + "\n")
+                sys.stdout.flush()
+                if options.append and not options.self_test:
+                    append([one])
     return 0
 
 

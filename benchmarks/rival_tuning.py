@@ -1,13 +1,15 @@
-"""Rivals that tune themselves when they first run: their candidates are compiled at once, not one after another.
+"""Rivals that tune themselves when they first run, without minutes of a GPU machine's time.
 
-What is timed, and which candidate is chosen, stays theirs. With a few hundred candidates of some seconds each the
-tuning of one layer takes a minute of a GPU machine's cores in place of ten.
+``compiled_at_once``: their candidates are compiled together, not one after another. What is timed, and which candidate
+is chosen, stays theirs; the tuning of one layer takes a minute in place of ten. ``first_that_runs``: where only their
+values matter, not their speed, no candidate is compared with another.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -49,3 +51,38 @@ def compiled_at_once(workers: int | None = None) -> Iterator[None]:
     finally:
         Autotuner.prune_configs, Autotuner._bench = prune, bench
         pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def first_that_runs() -> Iterator[None]:
+    """Inside the block Triton's autotuner takes the first candidate of a round that compiles and runs.
+
+    For values, never for times: no choice made here is kept on disk, where one who tunes would find it, nor is one
+    taken from there.
+    """
+    from triton.runtime.autotuner import Autotuner
+
+    prune, bench, disk = Autotuner.prune_configs, Autotuner._bench, Autotuner.check_disk_cache
+    settled: set[int] = set()
+
+    def begun(self: Any, kwargs: dict[str, Any]) -> Any:
+        settled.discard(id(self))
+        return prune(self, kwargs)
+
+    def tried(self: Any, *args: Any, config: Any, **meta: Any) -> Any:
+        if id(self) in settled:
+            return [math.inf] * 3
+        found = bench(self, *args, config=config, **meta)
+        if math.isfinite(found[0]):
+            settled.add(id(self))
+        return found
+
+    def chosen(self: Any, key: Any, candidates: Any, choose: Callable[[], None]) -> bool:
+        choose()
+        return False
+
+    Autotuner.prune_configs, Autotuner._bench, Autotuner.check_disk_cache = begun, tried, chosen
+    try:
+        yield
+    finally:
+        Autotuner.prune_configs, Autotuner._bench, Autotuner.check_disk_cache = prune, bench, disk

@@ -177,13 +177,7 @@ def bench_all(
     Raises:
         KernelError: ``no-device`` without CUDA; ``unknown-operator``; ``no-case`` where no case has a prefix.
     """
-    if not torch.cuda.is_available():
-        raise KernelError(
-            "no-device",
-            "torch sees no CUDA device",
-            where="kernels.bench",
-            next_action="run this on a GPU machine: PYTHONPATH=src python3 -m shardwright.kernels.suite",
-        )
+    demand_device()
     chosen = [
         (suite, case)
         for name in ops or tuple(OPERATORS)
@@ -198,6 +192,33 @@ def bench_all(
             where="kernels.bench",
             next_action="name the beginning of a case, as in `--cases moe/ linear-ce`",
         )
+    return bench_chosen(chosen, out_dir, evidence_path, report=report)
+
+
+def demand_device() -> None:
+    """Raises: KernelError: ``no-device`` without CUDA."""
+    if not torch.cuda.is_available():
+        raise KernelError(
+            "no-device",
+            "torch sees no CUDA device",
+            where="kernels.bench",
+            next_action="run this on a GPU machine: PYTHONPATH=src python3 -m shardwright.kernels.suite",
+        )
+
+
+def bench_chosen(
+    chosen: Sequence[tuple[OpSuite, BenchCase]],
+    out_dir: Path,
+    evidence_path: Path | None = None,
+    *,
+    report: Callable[[BenchLine], None] = lambda line: None,
+) -> list[BenchLine]:
+    """Time cases one after the other, each pass of each; files and ``report`` as in ``bench_all``.
+
+    Raises:
+        KernelError: ``no-device`` without CUDA.
+    """
+    demand_device()
     where = Where.here()
     lines = []
     for suite, case in chosen:

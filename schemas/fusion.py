@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import JsonValue
 
 from shardwright.schemas.base import DecimalText, Identifier, Model, NonNegative, Sha256, added
-from shardwright.schemas.ops import EvidenceOrigin
+from shardwright.schemas.ops import EvidenceOrigin, OperatorCall
 
 ObligationName = Literal[
     "no-escaping-value",
@@ -83,6 +83,9 @@ class Gain(Model):
     """Where the numbers come from: result file and date, or formula and calibration."""
     evidence: tuple[Sha256, ...] = added(())
     """Files of the user's own that measured times come from, by hash; those that come with the package have none."""
+    calls: tuple[OperatorCall, ...] = added(())
+    """The calls of our operators that ``time_ms`` is the sum of; empty for other providers, and in plans that were made
+    before calls were kept."""
 
 
 class Variant(Model):

@@ -47,6 +47,17 @@ class OpCost(Model):
         return sum(p.bytes_read + p.bytes_written for p in passes)
 
 
+class OperatorCall(Model):
+    """One operator at the sizes that a time of it was looked up or counted for."""
+
+    op: Identifier
+    dtype: Identifier
+    sizes: dict[Identifier, CountInt]
+    """Named as its cost function names them; their bucket is the key of a measured time."""
+    pass_name: PassName
+    """What the time is of."""
+
+
 class MeasuredTime(Model):
     """One measured time in the evidence store, and everything it depends on."""
 

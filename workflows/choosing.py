@@ -8,7 +8,8 @@ from shardwright.schemas.fusion import FusionDecision, FusionProposal
 from shardwright.schemas.plan import Alternative, SearchRecord
 from shardwright.schemas.strategy import ParallelStrategy
 from shardwright.search_spaces.cost.fusion import operator_of
-from shardwright.workflows.planning import Inputs, Joined, certify, does_not_fit, fitting
+from shardwright.workflows.certifying import Joined, certify, does_not_fit, fitting
+from shardwright.workflows.planning import Inputs
 from shardwright.workflows.report.units import size
 from shardwright.workflows.stages import Stages
 
@@ -46,7 +47,7 @@ def choose(
         explanation: the search's own story, of its best.
 
     Raises:
-        LegalityError: as ``planning.certify``.
+        LegalityError: as ``certifying.certify``.
         InfeasibleError: nothing fits, fused operators counted.
     """
 

@@ -217,7 +217,10 @@ def believed(files: tuple[EvidenceFile, ...], proposals: tuple[FusionProposal, .
         if file.times and used[file.sha256]:
             said += f", which rank {plural(used[file.sha256], 'proposal')}"
         elif file.times:
-            said += ", none of them at a size and format of this model"
+            said += (
+                ", none of them at a size and format of this model, "
+                f"whose own `shardwright kernels bench --plan PLAN {OPTION} FILE` times"
+            )
         ignored = [f"{count:,} of {op}, measured with other sources" for op, count in sorted(file.stale.items())]
         ignored += [f"{file.elsewhere:,} of other devices"] if file.elsewhere else []
         told.append(f"{said}; ignored: {'; '.join(ignored)}." if ignored else f"{said}.")

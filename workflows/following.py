@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shardwright.workflows.lock import holder
-from shardwright.workflows.prepare import require_run
+from shardwright.workflows.request import require_run
 from shardwright.workflows.watching import event_lines, worker_logs
 
 POLL_S = 0.5

@@ -11,8 +11,7 @@ from shardwright.schemas.base import Model
 from shardwright.schemas.errors import RunError, ShardwrightError, UsageError
 from shardwright.workflows.adapt import descendants, nodes_for
 from shardwright.workflows.events import read_events
-from shardwright.workflows.prepare import require_run
-from shardwright.workflows.request import request_path
+from shardwright.workflows.request import request_path, require_run
 from shardwright.workflows.watching import RunStatus, run_status
 
 REVIEWED = ("plan.json", "plans", "approvals.jsonl", "approvals.jsonl.head", "policy_result.json")

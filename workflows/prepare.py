@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.checkpoints.marker import HEADERS_ONLY
 from shardwright.schemas.approval import copy_log, find_approval, verify_approval
 from shardwright.schemas.canonical import sha256_file
-from shardwright.schemas.errors import CheckpointError, RunError, StalePlanError, UsageError
+from shardwright.schemas.errors import StalePlanError, UsageError
 from shardwright.schemas.plan import AdaptationPlan, load_plan, parse_plan
 from shardwright.workflows.approvals import demand_other_approver, demand_signature
 from shardwright.workflows.artifacts import ArtifactStore
+from shardwright.workflows.checkpoint_folders import checkpoint_folder, demand_weights, local_checkpoint
 from shardwright.workflows.context import AdaptState
 from shardwright.workflows.evidence import pins
 from shardwright.workflows.remote_code import require_trust
@@ -23,13 +22,14 @@ from shardwright.workflows.request import (
     LlmRequest,
     Request,
     SearchRequest,
+    cluster_sha256,
     default_run_dir,
     file_sha256,
     load_recipe,
     load_request,
     request_path,
 )
-from shardwright.workflows.stages import Stages, cluster_sha256
+from shardwright.workflows.stages import Stages
 from shardwright.workflows.whole_log import demand_whole_log, head_seen
 
 
@@ -203,87 +203,5 @@ def _data_places(plan_file: Path, checkpoint: Path) -> list[Path]:
     return [*places, beside, checkpoint.parent, checkpoint, Path.cwd()]
 
 
-def checkpoint_folder(checkpoint: Path, *, offline: bool = False) -> Path:
-    """The folder of a checkpoint: one that is here, or that of the fetched headers of an ``hf://`` address.
-
-    Raises:
-        CheckpointError: ``offline``, ``missing-folder``, or as ``checkpoints.hub``.
-    """
-    from shardwright.checkpoints.hub import resolve_checkpoint
-
-    if offline and on_hub(checkpoint):
-        raise CheckpointError(
-            "offline",
-            "the checkpoint is on a hub, and --offline asks no other machine",
-            where=_address(checkpoint),
-            next_action="name a local folder, or leave --offline out",
-        )
-    return local_checkpoint(resolve_checkpoint(checkpoint))
-
-
-def on_hub(checkpoint: Path) -> bool:
-    """Whether a checkpoint is named by address."""
-    return str(checkpoint).startswith("hf:/")
-
-
-def _address(checkpoint: Path) -> str:
-    """An address whose two slashes a path type has folded into one."""
-    return "hf://" + str(checkpoint).removeprefix("hf:").lstrip("/")
-
-
-def demand_weights(folder: Path) -> None:
-    """The folder holds weights, not only their headers.
-
-    Raises:
-        CheckpointError: ``headers-only``, with the command that fetches them.
-    """
-    marker = folder / HEADERS_ONLY
-    if not marker.is_file():
-        return
-    facts = json.loads(marker.read_bytes())
-    repo = str(facts["address"]).removeprefix("hf://").partition("@")[0]
-    raise CheckpointError(
-        "headers-only",
-        "only the headers of this checkpoint were fetched; training needs its weights",
-        where=str(facts["address"]),
-        next_action=f"`hf download {repo} --revision {facts['commit']} --local-dir DIR`, then `shardwright apply PLAN "
-        "--checkpoint DIR`: the plan holds for that copy",
-    )
-
-
-def local_checkpoint(checkpoint: Path) -> Path:
-    """The folder of a checkpoint that is here.
-
-    Raises:
-        CheckpointError: ``headers-only`` of an address, ``missing-folder``.
-    """
-    if on_hub(checkpoint):
-        raise CheckpointError(
-            "headers-only",
-            "an address has no weights to train with",
-            where=_address(checkpoint),
-            next_action="download the checkpoint, and name its folder",
-        )
-    if not checkpoint.is_dir():
-        raise CheckpointError(
-            "missing-folder",
-            "this is a file, not a folder" if checkpoint.is_file() else "no such folder",
-            where=str(checkpoint),
-            next_action="name the folder with config.json",
-        )
-    return checkpoint.resolve()
-
-
 def _name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "run"
-
-
-def require_run(run_dir: Path) -> Request:
-    """The request of a run folder.
-
-    Raises:
-        RunError: ``no-run``.
-    """
-    if not run_dir.is_dir():
-        raise RunError("no-run", "no such folder", where=str(run_dir), next_action="name the folder of a run")
-    return load_request(run_dir)

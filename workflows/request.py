@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from shardwright.schemas.base import Identifier, Model, Positive, PositiveInt, Sha256, added
 from shardwright.schemas.canonical import pretty_bytes, sha256_hex, sha256_of
+from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.errors import RecipeError, RunError, UsageError
 from shardwright.schemas.files import write_atomic
 from shardwright.schemas.llm import LlmEndpoint, LlmMode
@@ -162,5 +163,21 @@ def load_request(run_dir: Path) -> Request:
         ) from error
 
 
+def require_run(run_dir: Path) -> Request:
+    """The request of a run folder.
+
+    Raises:
+        RunError: ``no-run``.
+    """
+    if not run_dir.is_dir():
+        raise RunError("no-run", "no such folder", where=str(run_dir), next_action="name the folder of a run")
+    return load_request(run_dir)
+
+
 def file_sha256(path: Path) -> str:
     return sha256_hex(path.read_bytes())
+
+
+def cluster_sha256(cluster: ClusterSpec) -> str:
+    """The hash that a request pins its cluster by."""
+    return sha256_of(cluster)

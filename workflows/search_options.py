@@ -20,7 +20,8 @@ from shardwright.schemas.run import RunRecord
 from shardwright.schemas.strategy import ParallelStrategy
 from shardwright.schemas.validation import explain
 from shardwright.workflows.request import Request, SearchRequest
-from shardwright.workflows.stages import Decisions, Stages, told
+from shardwright.workflows.stage_results import Decisions, told
+from shardwright.workflows.stages import Stages
 
 Loads = tuple[tuple[float, ...], ...]
 MILLION = 1_000_000

@@ -15,7 +15,7 @@ from shardwright.schemas.run import StepMetric
 from shardwright.workflows.adapt import nodes_for
 from shardwright.workflows.events import read_events
 from shardwright.workflows.lock import holder
-from shardwright.workflows.prepare import require_run
+from shardwright.workflows.request import require_run
 from shardwright.workflows.runs import load_record
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shardwright.schemas.cluster import ClusterSpec
-from shardwright.search_spaces.cost.activations import DELTA_RULES
 from shardwright.search_spaces.cost.fusion import EXPERT_OPERATORS, FusedProviders
+from shardwright.search_spaces.cost.linear_attention import DELTA_RULES
 from shardwright.search_spaces.cost.memory import memory_of
 from shardwright.search_spaces.cost.plans import Plans
 from shardwright.search_spaces.cost.workload import Workload

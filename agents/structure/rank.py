@@ -19,7 +19,7 @@ from shardwright.agents.structure.patterns.base import Match, VariantSpec
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.errors import KernelError
 from shardwright.schemas.fusion import Gain, Variant, VariantPredicate
-from shardwright.schemas.ops import EvidenceOrigin, OpCost, PassCost, PassName
+from shardwright.schemas.ops import EvidenceOrigin, OpCost, OperatorCall, PassCost, PassName
 from shardwright.schemas.profile import CheckpointProfile
 from shardwright.schemas.recipe import Recipe
 from shardwright.search_spaces.cost.compute import flops_rate, op_time_ms
@@ -70,6 +70,8 @@ class Timing:
     basis: str
     files: tuple[str, ...] = ()
     """The user's own files that it was measured in, by hash."""
+    calls: tuple[OperatorCall, ...] = ()
+    """What was timed, in order."""
 
 
 def variants(match: Match, target: Target, *, adapted: bool) -> tuple[Variant, ...]:
@@ -242,13 +244,18 @@ def timing(op: str, provider: str, shape: dict[str, int], target: Target, source
     """
     seen = find(op, provider, shape, target.cluster.device.name, target.dtype, target.evidence)
     if seen is not None:
-        files = (seen.file,) if seen.file else ()
-        return Timing(seen.time.median_ms, seen.time.floor_ms, "measured", seen.basis, files)
+        files, call = (seen.file,) if seen.file else (), _call(op, shape, target, seen.time.pass_name)
+        return Timing(seen.time.median_ms, seen.time.floor_ms, "measured", seen.basis, files, (call,))
     cost, device = counted(op, provider, shape, target.dtype), target.cluster.device
     sizes = ", ".join(f"{name} {size}" for name, size in shape.items())
     basis = f"counted flops and bytes over the rates of {device.name}; {sizes}, {target.dtype}, {MODELLED_PASS}"
     basis = f"{basis}; {source}" if source else basis
-    return Timing(op_time_ms(cost, device, MODELLED_PASS), floor_ms(cost, target), "modelled", basis)
+    call = _call(op, shape, target, MODELLED_PASS)
+    return Timing(op_time_ms(cost, device, MODELLED_PASS), floor_ms(cost, target), "modelled", basis, calls=(call,))
+
+
+def _call(op: str, shape: dict[str, int], target: Target, pass_name: PassName) -> OperatorCall:
+    return OperatorCall(op=op, dtype=target.dtype, sizes=shape, pass_name=pass_name)
 
 
 def timing_of(parts: Parts, provider: str, target: Target, source: str = "") -> Timing:
@@ -262,6 +269,7 @@ def timing_of(parts: Parts, provider: str, target: Target, source: str = "") -> 
         "measured" if all(one.origin == "measured" for one in each) else "modelled",
         "; ".join(f"{op}: {one.basis}" for (op, _), one in zip(parts, each, strict=True)),
         tuple(file for one in each for file in one.files),
+        tuple(call for one in each for call in one.calls),
     )
 
 
@@ -276,6 +284,7 @@ def _gain(provider: str, own: Timing, eager: Timing) -> Gain:
         origin=own.origin if alike else "modelled",
         basis=own.basis if alike else f"{own.basis}; eager: {eager.basis}",
         evidence=tuple(sorted({*own.files, *eager.files})),
+        calls=own.calls if provider == "shardwright" else (),
     )
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from shardwright.search_spaces.cost import context
-from shardwright.search_spaces.cost.activations import chunks_of, unfused_chunks
 from shardwright.search_spaces.cost.compute import Rates
 from shardwright.search_spaces.cost.fusion import FusedProviders
+from shardwright.search_spaces.cost.linear_attention import chunks_of, unfused_chunks
 from shardwright.search_spaces.cost.plans import Array, Plans
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
 

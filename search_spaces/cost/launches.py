@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from shardwright.schemas.ops import OpCost
 from shardwright.search_spaces.cost import family
-from shardwright.search_spaces.cost.activations import chunks_of, unfused_chunks
 from shardwright.search_spaces.cost.fusion import FusedProviders, kernel_cost
+from shardwright.search_spaces.cost.linear_attention import chunks_of, unfused_chunks
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
 from shardwright.search_spaces.providers import PROVIDERS
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.ops import EvidenceOrigin
-from shardwright.search_spaces.cost import activations, context, family
+from shardwright.search_spaces.cost import activations, context, family, workspaces
 from shardwright.search_spaces.cost.fusion import FusedProviders
 from shardwright.search_spaces.cost.memory_terms import HOST_SHARE, KEPT, PASSES, Stage, Terms, rows_of
 from shardwright.search_spaces.cost.memory_weights import adapter_shard
@@ -105,10 +105,10 @@ def add_activations(
     for layer, again in zip(work.layers, plans.recomputed, strict=True):
         kept = kept_bytes(work, layer, plans, fused, tokens)
         held = np.where((again == 0) & (layer.silent == 0), kept, 0.0)
-        passing = activations.forward_workspace_bytes(work, layer, tokens, rows, fused, plans.expert_tp, held)
+        passing = workspaces.forward_workspace_bytes(work, layer, tokens, rows, fused, plans.expert_tp, held)
         forward, kept = np.maximum(forward, passing), kept - np.where(again > 0, _kept_input(work, fused, tokens), 0.0)
-        own = activations.backward_workspace_bytes(work, layer, tokens, rows, fused, kept, plans.expert_tp, again > 0)
-        repeated = activations.recomputing_workspace_bytes(work, layer, fused, tokens, kept)
+        own = workspaces.backward_workspace_bytes(work, layer, tokens, rows, fused, kept, plans.expert_tp, again > 0)
+        repeated = workspaces.recomputing_workspace_bytes(work, layer, fused, tokens, kept)
         together = np.maximum(together, np.where(again > 0, kept + np.maximum(own, repeated), own))
     backward = np.maximum(together - recomputed - free - root, 0.0)
     terms.add("forward_workspace", forward, ("forward_peak",), "T·b·(H + I_dense) + 2·R·b·H, or attention's own")
@@ -158,11 +158,9 @@ def add_dispatch(terms: Terms, work: Workload, plans: Plans, fused: FusedProvide
     formula = (
         "b·H·(T·K sent + N received + R/c_k of one chunk grouped by expert, R with padding) beyond the experts' own"
     )
-    forward = np.min(
-        [activations.routed_forward_bytes(work, one, rows, fused, plans.expert_tp) for one, _ in routed], 0
-    )
+    forward = np.min([workspaces.routed_forward_bytes(work, one, rows, fused, plans.expert_tp) for one, _ in routed], 0)
     own = [
-        activations.routed_backward_bytes(work, one, rows, fused, plans.expert_tp, again > 0) for one, again in routed
+        workspaces.routed_backward_bytes(work, one, rows, fused, plans.expert_tp, again > 0) for one, again in routed
     ]
     backward = np.min(own, 0)
     apart = plans.ep > 1

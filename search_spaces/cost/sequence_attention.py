@@ -9,10 +9,11 @@ linear attention, C tokens of a chunk, S tokens of a sequence.
 
 from __future__ import annotations
 
-from shardwright.search_spaces.cost import activations
 from shardwright.search_spaces.cost.fusion import FusedProviders
+from shardwright.search_spaces.cost.linear_attention import CHUNK, FAMILY_CHUNKS, linear_attention_bytes, unfused_chunks
 from shardwright.search_spaces.cost.sequence import Passage
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
+from shardwright.search_spaces.cost.workspaces import attention_workspace_bytes
 
 CHOICES = frozenset(("c8", "c4"))
 """What sparse attention's recomputation takes from the first forward."""
@@ -110,11 +111,11 @@ def _linear(work: Workload, layer: LayerWork, fused: FusedProviders) -> Passage:
     b, H, W = float(work.base_bytes), work.hidden, work.linear_width
     out = ("?ao", "-ao") if layer.adapters.attention_out else ("-ao", "")
     sizes = {"o": b * H, "gy": b * H, "gz": b * H, "ao": b * W}
-    if activations.unfused_chunks(work, fused) and work.profile.model_type not in activations.FAMILY_CHUNKS:
+    if unfused_chunks(work, fused) and work.profile.model_type not in FAMILY_CHUNKS:
         return _chunked(work, out, sizes)
-    sizes["all"] = activations.linear_attention_bytes(work, fused)
-    sizes["fore"] = activations.attention_workspace_bytes(work, layer, fused, False)
-    sizes["back"] = activations.attention_workspace_bytes(work, layer, fused, True)
+    sizes["all"] = linear_attention_bytes(work, fused)
+    sizes["fore"] = attention_workspace_bytes(work, layer, fused, False)
+    sizes["back"] = attention_workspace_bytes(work, layer, fused, True)
     return Passage(f"+all +fore -fore +ao ?all +o {out[0]}", f"{out[1]} +back -all -back +gy", sizes)
 
 
@@ -125,7 +126,7 @@ def _chunked(work: Workload, out: tuple[str, str], sizes: dict[str, float]) -> P
     triangle, kept; ``z``: gradients that all chunks add to. In backward each chunk's part of a square's gradient is
     written into zeros of the whole, ``sum``.
     """
-    shape, W, C = work.profile.shape, work.linear_width, activations.CHUNK
+    shape, W, C = work.profile.shape, work.linear_width, CHUNK
     heads, chunks = shape.linear_num_heads or shape.num_attention_heads, work.recipe.batch.sequence_tokens / C
     pieces, rows = max(1, min(MOST_PIECES, int(chunks))), range(1, C)
     solved = " ".join(f"+r{i} +rt{i} -rt{i} ?r{i}" for i in rows)

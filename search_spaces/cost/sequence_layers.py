@@ -10,11 +10,11 @@ Legend: H hidden, b bytes per value, I width of an MLP or of an expert, K expert
 
 from __future__ import annotations
 
-from shardwright.search_spaces.cost import activations
 from shardwright.search_spaces.cost.fusion import FusedProviders
 from shardwright.search_spaces.cost.sequence import Passage, apart, joined
 from shardwright.search_spaces.cost.sequence_attention import CHOICES, attention_passage
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
+from shardwright.search_spaces.cost.workspaces import OVERWRITING
 
 SHARED = frozenset(("x", "x2", "x3", "y1", "y2", "o", "gx", "gy"))
 """Tensors that pass between the pieces of a layer."""
@@ -132,7 +132,7 @@ def _routed(work: Workload, layer: LayerWork, fused: FusedProviders) -> Passage:
     if fused.kernel("experts") == "moe_layer":
         return Passage(f"+gu {mi[0]}+d +o -d ?gu {mi[1]}", f"{before}+gb -gu +gy -gb", sizes)
     xs = ("?xs", "-xs ") if adapted else ("-xs", "")
-    over = fused.kernel("experts") in activations.OVERWRITING
+    over = fused.kernel("experts") in OVERWRITING
     forward = f"+xs +gu {mi[0]}+d {mi[1]}{xs[0]} ?gu +o ?d"
     backward = f"+gb -d {before}{xs[1]}+ga -gu" if over else f"+gb -d +lu {mi[2]}-gu {xs[1]}+ga -lu"
     return Passage(forward, f"{backward} -gb +gy -ga", sizes)

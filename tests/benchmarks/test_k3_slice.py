@@ -142,8 +142,10 @@ def test_full_width_layers_are_the_published_ones(model: str, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("case", list(k3_slice.CASES))
 def test_tiny_widths_train_and_give_a_line(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert k3_slice.main([case, "--self-test", "--steps", "1"]) == 0
-    made = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert k3_slice.main([case, "--self-test", "--steps", "1", "--without"]) == 0
+    made, without = map(json.loads, capsys.readouterr().out.splitlines())
+    ratios = [name for name in without["metrics"] if name.endswith("_unfused_ratio")]
+    assert without["case"] == f"{case}/h200-unfused" and len(ratios) >= 2
     metrics = made["metrics"]
     assert made["case"] == f"{case}/h200" and made["ours"] > 0
     assert metrics["last_loss"] < metrics["first_loss"]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import statistics
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +20,7 @@ from shardwright.runtime.checks.dtypes import require_one_trainable_dtype
 from shardwright.runtime.checks.memory import memory_guard, nearest_alternative, out_of_memory
 from shardwright.runtime.checks.step import base_digests, gradients_present
 from shardwright.runtime.checks.triage import where_not_finite
-from shardwright.runtime.checks.watch import AGREE_EVERY, Watch, hot_experts
+from shardwright.runtime.checks.watch import AGREE_EVERY, PACE_WINDOW, WINDOW, LastMedian, Watch, hot_experts
 from shardwright.runtime.device import Device
 from shardwright.runtime.ownership import Owned
 from shardwright.runtime.train import Gradient
@@ -61,6 +64,72 @@ def test_missed_predictions_are_said_once_past_fifteen_percent() -> None:
     found = said(watch(), [metric(n, 2.0, seconds=0.012, peak=130) for n in range(1, 20)])
     assert sorted(text.split(":")[0] for text in found) == ["peak memory", "step time"]
     assert "12 ms, predicted 10 ms" in next(text for text in found if text.startswith("step"))
+
+
+def test_a_run_that_becomes_slow_late_is_said_when_most_of_the_last_steps_are() -> None:
+    """1,000 steps as predicted, then 12 ms a step: at the 51st of them the median of the last 100 is 12 ms."""
+    one = watch()
+    assert said(one, [metric(n, 2.0) for n in range(1, 1001)]) == []
+    assert said(one, [metric(n, 2.0, seconds=0.012) for n in range(1001, 1051)]) == []
+    found = said(one, [metric(n, 2.0, seconds=0.012) for n in range(1051, 1200)])
+    assert found == ["step time: 12 ms, predicted 10 ms; the median of the last 100 steps"]
+
+
+def test_the_first_step_counts_for_memory_and_not_for_time() -> None:
+    one = watch()
+    assert said(one, [metric(1, 2.0, seconds=99.0, peak=130), *(metric(n, 2.0) for n in range(2, 6))]) == []
+    assert said(one, [metric(6, 2.0), metric(7, 2.0)]) == ["peak memory: 130 bytes, predicted 100 bytes"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 20])
+def test_a_running_median_is_the_median_of_the_last_values(size: int) -> None:
+    rng = random.Random(size)
+    values = [float(rng.randrange(10)) for _ in range(200)]
+    one = LastMedian(size)
+    for count, value in enumerate(values, start=1):
+        one.add(value)
+        assert one.value == statistics.median(values[max(0, count - size) : count])
+        assert len(one) == len(one.ordered) == min(count, size)
+
+
+class Counted(float):
+    """A number that counts how often it is compared."""
+
+    compared = 0
+
+    def _count(self, name: str, other: float) -> bool:
+        Counted.compared += 1
+        return bool(getattr(float, name)(self, other))
+
+    def __lt__(self, other: float) -> bool:
+        return self._count("__lt__", other)
+
+    def __gt__(self, other: float) -> bool:
+        return self._count("__gt__", other)
+
+    def __mul__(self, other: float) -> Counted:
+        return Counted(float(self) * other)
+
+
+def test_a_steps_work_does_not_grow_with_the_run() -> None:
+    """Comparisons of step times over 4,000 steps: after the window is full, each thousand takes as many as another."""
+    rng, quiet, one = random.Random(0), Gradient(1.0, 1.0, {}), watch()
+    Counted.compared = 0
+    marks = []
+    for n in range(1, 4001):
+        seconds: Any = Counted(0.01 + 0.001 * rng.random())
+        one.after(SimpleNamespace(**{**metric(n, 2.0).model_dump(), "seconds": seconds}), quiet)  # type: ignore[arg-type]
+        if n % 1000 == 0:
+            marks.append(Counted.compared)
+    thousands = [later - before for before, later in zip([0, *marks], marks, strict=False)]
+    assert thousands[0] > 1000, "step times are what is counted"
+    assert max(thousands) <= 1000 * 2 * (PACE_WINDOW.bit_length() + 1), "two binary searches a step"
+    kept = [len(held) for held in (one.losses, one.step_times.aged, one.step_times.ordered)]
+    assert kept == [WINDOW, PACE_WINDOW, PACE_WINDOW]
+    assert {name for name, held in vars(one).items() if isinstance(held, list | deque | LastMedian)} == {
+        "losses",
+        "step_times",
+    }, "nothing else gathers steps"
 
 
 def test_hot_experts_are_named() -> None:

@@ -20,8 +20,9 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDelta
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces.catalogue import load_cluster
 from shardwright.search_spaces.cost import price, workload
-from shardwright.search_spaces.cost.activations import attention_workspace_bytes, linear_attention_bytes
 from shardwright.search_spaces.cost.fusion import FusedProviders
+from shardwright.search_spaces.cost.linear_attention import linear_attention_bytes
+from shardwright.search_spaces.cost.workspaces import attention_workspace_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 models = importlib.import_module("models")

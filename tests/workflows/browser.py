@@ -83,13 +83,13 @@ class Watched:
 
 
 @contextlib.contextmanager
-def browser(width: int = 1360, height: int = 900) -> Iterator[Watched]:
+def browser(width: int = 1360, height: int = 900, scripts: bool = True) -> Iterator[Watched]:
     """A fresh browser with one page; every request and console error is kept."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
-        page = chromium.new_page(viewport={"width": width, "height": height})
+        page = chromium.new_page(viewport={"width": width, "height": height}, java_script_enabled=scripts)
         page.set_default_timeout(20_000)
         watched = Watched(page)
         page.on("request", lambda request: watched.requests.append(request.url))

@@ -7,8 +7,9 @@ import workflow_fakes as fakes
 from shardwright.schemas.fusion import FusionProposal, RegionNode
 from shardwright.schemas.plan import AdaptationPlan, DataPin
 from shardwright.schemas.recipe import BatchSpec, DataSpec, Recipe
+from shardwright.workflows.certifying import certify
 from shardwright.workflows.nodes.propose import gate
-from shardwright.workflows.planning import Inputs, assemble, certify
+from shardwright.workflows.planning import Inputs, assemble
 
 EVIL = '<script>window.pwned=1</script><img src=x onerror="window.pwned=1">{{7*7}}\'"'
 

@@ -12,7 +12,8 @@ from shardwright.schemas.errors import ApprovalError, ExitCode, InfeasibleError,
 from shardwright.schemas.plan import load_plan
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.workflows.compare import differences
-from shardwright.workflows.edits import completed, edit_axes, edited, reject_proposal
+from shardwright.workflows.edited_strategy import completed, edited
+from shardwright.workflows.edits import edit_axes, reject_proposal
 from shardwright.workflows.review.session import ReviewSession
 from shardwright.workflows.review.terminal import ask_until_decided, plan_text
 

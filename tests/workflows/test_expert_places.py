@@ -16,7 +16,7 @@ from shardwright.schemas.files import write_atomic
 from shardwright.schemas.run import ExpertLoad, RunRecord
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces.placement import with_places
-from shardwright.workflows.edits import edited
+from shardwright.workflows.edited_strategy import edited
 from shardwright.workflows.review.session import ReviewSession
 from shardwright.workflows.review.trial import attempt
 from shardwright.workflows.search_options import (

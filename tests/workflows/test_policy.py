@@ -63,8 +63,9 @@ def test_it_approves_exactly_when_nothing_is_broken(limit: float, providers: set
 def _PLAN() -> AdaptationPlan:
     from shardwright.schemas.plan import DataPin
     from shardwright.schemas.recipe import DataSpec, Recipe
+    from shardwright.workflows.certifying import certify
     from shardwright.workflows.nodes.propose import gate
-    from shardwright.workflows.planning import Inputs, assemble, certify
+    from shardwright.workflows.planning import Inputs, assemble
 
     recipe = Recipe(data=DataSpec(train="a", held_out="b"))
     found, cluster, structure = fakes.searched(), fakes.cluster_spec(), fakes.structured()

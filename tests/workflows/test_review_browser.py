@@ -64,7 +64,8 @@ def test_a_whole_review(plan_file) -> None:
     with browser.running(plan_file, fakes.fake_stages(), policy) as review, browser.browser() as seen:
         page = seen.page
         page.goto(review.address)
-        assert page.locator("#fusions > .cards > .card").count() == 32
+        assert page.locator("#fusions .deciding > .card").count() == 32
+        assert page.locator("#fusions .card:visible").count() == 16
         assert "2 GiB reserved of 6 GiB" in page.locator(".waterfall > title").text_content()
         assert page.locator("#approve").is_disabled()
 
@@ -112,6 +113,8 @@ def test_no_serious_accessibility_finding(plan_file, scheme) -> None:
         page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
         page.goto(review.address)
         page.locator("#fusions details.body").first.evaluate("each => { each.open = true; }")
+        assert serious(page) == []
+        page.locator("#kept-cards > summary").click()
         page.locator('[name="mesh.ep"]').fill("3")
         page.locator("#diff h3").wait_for()
         assert serious(page) == []
@@ -169,6 +172,82 @@ def test_typed_reasons_outlive_a_closed_page_and_the_keyboard_reaches_all(plan_f
         page.keyboard.press("j")
         page.keyboard.press("a")
         page.get_by_text("1 of 32 decided").wait_for()
+
+
+LARGE_PX = 15_000
+"""Taller than this, a page of 54 regions hid the few that a reviewer looks at."""
+
+
+def test_regions_that_stay_eager_are_folded_and_every_way_to_one_unfolds_it(tmp_path) -> None:
+    """A link, an address, keys and the summary open the group; decisions inside it leave it open."""
+    path = tmp_path / "plan.json"
+    proposals = review_plans.many(64)
+    review_plans.plan_of((*proposals[:4], *proposals[5::2])).save(path)
+    plan = load_plan(path)
+    index = {proposal.id: n for n, proposal in enumerate(plan.evidence.proposals)}
+    first, last = f"#card-{index['norm.01']}", f"#card-{index['norm.63']}"
+    with browser.running(path, fakes.fake_stages()) as review, browser.browser() as seen:
+        page = seen.page
+        page.emulate_media(reduced_motion="reduce")
+        page.goto(review.address)
+        folded = page.evaluate("document.documentElement.scrollHeight")
+        assert page.locator("#fusions .card:visible").count() == 2 and page.locator("#kept .card").count() == 32
+        page.get_by_role("link", name=re.compile("stay eager")).click()
+        page.locator(first).wait_for()
+        assert folded + 32 * 100 < page.evaluate("document.documentElement.scrollHeight")
+        assert folded < LARGE_PX / 2
+
+        page.goto(f"{review.base}/{last}")
+        page.locator(last).wait_for()
+        page.wait_for_function("id => document.querySelector(id).getBoundingClientRect().top < innerHeight", arg=last)
+
+        page.goto(review.base)
+        assert not page.locator(first).is_visible()
+        page.evaluate("id => { location.hash = id; }", last)
+        page.locator(last).wait_for()
+
+        page.goto(f"{review.base}/?")
+        page.keyboard.press("j")
+        page.keyboard.press("j")
+        assert not page.locator(first).is_visible()
+        page.keyboard.press("j")
+        page.locator(f"{first}.here").wait_for()
+        assert page.evaluate("document.activeElement.closest('.card').id") == first[1:]
+        page.keyboard.press("a")
+        page.get_by_text("1 of 34 decided").wait_for()
+        page.get_by_role("button", name="Accept the 31 that run eagerly").wait_for()
+
+        card = page.locator(last)
+        card.locator("summary").click()
+        card.locator(".decide textarea").first.fill("look again")
+        card.get_by_role("button", name="Reject this fusion").click()
+        page.get_by_text("Rejected: look again").wait_for()
+        assert page.locator("#kept .card").count() == 31 and page.locator(first).is_visible()
+        assert page.locator(f"#fusions > .cards > {last}").count() == 1
+
+        page.get_by_role("button", name=re.compile("^fused")).click()
+        assert page.locator("#fusions .card:visible").count() == 2 and not page.locator("#kept").is_visible()
+        page.get_by_role("button", name=re.compile("^undecided 32$")).click()
+        assert page.locator("#fusions .card:visible").count() == 32 and not page.locator(first).is_visible()
+        page.get_by_role("button", name="Accept the 30 that run eagerly").click()
+        page.get_by_text("32 of 34 decided").wait_for()
+        assert page.locator("#kept-do").inner_text().strip() == "✓ all decided"
+        assert seen.errors == []
+
+
+def test_without_scripts_an_address_unfolds_a_card_and_forms_decide(plan_file) -> None:
+    with browser.running(plan_file, fakes.fake_stages()) as review, browser.browser(scripts=False) as seen:
+        page = seen.page
+        page.goto(review.address)
+        names = [proposal.id for proposal in review.server.session.plan.evidence.proposals]
+        card = page.locator(f"#card-{names.index('norm.31')}")
+        assert not card.is_visible()
+        page.goto(f"{review.base}/#card-{names.index('norm.31')}")
+        card.locator("button.accept").click()
+        page.get_by_text("1 of 32 decided").wait_for()
+        assert page.url.endswith(f"/#card-{names.index('norm.31')}") and card.is_visible()
+        page.get_by_role("button", name="Accept the 15 that run eagerly").click()
+        page.get_by_text("16 of 32 decided").wait_for()
 
 
 @pytest.mark.slow

@@ -10,12 +10,14 @@ import pytest
 import review_plans
 import workflow_fakes as fakes
 
+from shardwright.agents.structure.choose import choose
 from shardwright.schemas.approval import find_approval, verify_approval
 from shardwright.schemas.canonical import sha256_file
 from shardwright.schemas.errors import ApprovalError
 from shardwright.schemas.llm import LlmRecord, Suggestion
 from shardwright.schemas.plan import AdaptationPlan, load_plan
 from shardwright.schemas.policy import Policy
+from shardwright.schemas.strategy import Mesh
 from shardwright.workflows.review.session import ReviewSession
 
 pytest.importorskip("fastapi", reason="the review page needs the extra `review`")
@@ -23,7 +25,9 @@ pytest.importorskip("fastapi", reason="the review page needs the extra `review`"
 from fastapi.testclient import TestClient
 
 from shardwright.workflows.review.app import ReviewServer, build_app
+from shardwright.workflows.review.cards import Card
 from shardwright.workflows.review.guard import Guard
+from shardwright.workflows.review.kept import OTHER, grouped, why_eager
 
 PORT = 8123
 BASE = f"http://127.0.0.1:{PORT}"
@@ -117,6 +121,115 @@ def test_the_page_shows_what_a_reviewer_needs(client, server) -> None:
         assert needed in text, needed
     buttons = [attrs for tag, attrs in tags(text) if tag == "button" and attrs.get("id") == "approve"]
     assert len(buttons) == 1 and "disabled" in buttons[0]
+
+
+class Folds(HTMLParser):
+    """For every element with an id, the ids of the closed ``details`` around it; text of the group's head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path: list[tuple[str, dict[str, str | None]]] = []
+        self.around: dict[str, list[str]] = {}
+        self.texts: dict[str, str] = {}
+
+    def handle_starttag(self, tag, attrs) -> None:
+        values = dict(attrs)
+        if name := values.get("id"):
+            self.around[name] = [a.get("id") or "" for t, a in self.path if t == "details" and "open" not in a]
+        if tag not in ("meta", "link", "input", "br", "img"):
+            self.path.append((tag, values))
+
+    def handle_endtag(self, tag) -> None:
+        while self.path and self.path.pop()[0] != tag:
+            pass
+
+    def handle_data(self, data) -> None:
+        for _, attrs in self.path:
+            if name := attrs.get("id"):
+                self.texts[name] = " ".join(f"{self.texts.get(name, '')} {data}".split())
+
+
+def folds(text: str) -> Folds:
+    parser = Folds()
+    parser.feed(text)
+    return parser
+
+
+def test_what_the_plan_leaves_eager_is_folded_and_what_it_changes_stands_open_before_it(client, server) -> None:
+    """Even proposals run by a kernel, odd ones eagerly; a reviewer's own word brings a card out of the fold."""
+    text = client.get("/").text
+    seen = folds(text)
+    assert {n: seen.around[f"card-{n}"] for n in range(6)} == {n: ["kept-cards"] if n % 2 else [] for n in range(6)}
+    assert max(text.index(f'id="card-{n}"') for n in (0, 2, 4)) < text.index('id="kept"')
+    assert seen.texts["kept"].startswith(
+        "3 regions stay eager 3 no other way applies here Accept the 3 that run eagerly"
+    )
+    assert "Accept the 2 that run eagerly" in post(client, server, "accept", proposal="1").text
+    assert "Accept the 3 that run eagerly" in post(client, server, "reopen", proposal="1").text
+    seen = folds(post(client, server, "reject", proposal="3", reason="look again").text)
+    assert seen.around["card-3"] == [] and seen.around["card-5"] == ["kept-cards"]
+    assert seen.texts["kept"].startswith("2 regions stay eager")
+    seen = folds(post(client, server, "choose", proposal="0", variant="eager", reason="compare first").text)
+    assert seen.around["card-0"] == [], "a reviewer left it eager, not the plan"
+    done = post(client, server, "accept-eager").text
+    assert "Accepted 2 regions to run eagerly" in done and folds(done).texts["kept-do"] == "✓ all decided"
+    for index in ("2", "4"):
+        post(client, server, "accept", proposal=index)
+    assert "Everything is decided" in client.get("/").text
+
+
+def test_a_plan_without_a_fusion_has_no_group(tmp_path) -> None:
+    path = tmp_path / "review" / "plan.json"
+    review_plans.plan_of(()).save(path)
+    seen = folds(browsing(serving(path)).get("/").text)
+    assert "there is nothing to decide here" in seen.texts["fusions"] and not {"kept", "kept-do"} & set(seen.around)
+
+
+def eager_reasons() -> dict[str, str]:
+    """Every reason that the chooser itself gives for leaving a legal region eager, by what makes it so."""
+    item = fakes.proposal("norm", "proved", provider="compile")
+    everywhere = item.variants[0].predicate.model_copy(update={"device_types": ("cpu", "cuda")})
+    fused, eager = (variant.model_copy(update={"predicate": everywhere}) for variant in item.variants)
+    assert fused.gain is not None
+    cpu = fakes.cluster_spec()
+    cuda = cpu.model_copy(update={"device": cpu.device.model_copy(update={"type": "cuda"})})
+    slow = fused.model_copy(update={"gain": fused.gain.model_copy(update={"time_ms": 2.0, "speedup": 1.0})})
+    absent = fused.model_copy(update={"available": False, "unavailable_because": "no operator computes this"})
+    cases = {
+        "cpu": (cpu, (fused, eager)),
+        "slow": (cuda, (slow, eager)),
+        "absent": (cuda, (absent, eager)),
+        "alone": (cuda, (eager,)),
+    }
+    found = {}
+    for name, (cluster, variants) in cases.items():
+        choice = choose(item.model_copy(update={"variants": variants}), cluster, Mesh(shard=2))
+        assert choice.variant is eager
+        found[name] = choice.reason
+    return found
+
+
+def test_every_reason_of_the_chooser_has_a_group_of_its_own() -> None:
+    assert {name: why_eager(reason) for name, reason in eager_reasons().items()} == {
+        "cpu": "compiling is not repaid on a CPU cluster",
+        "slow": "no other way is faster",
+        "absent": "no other way applies here",
+        "alone": "no other way exists yet",
+    }
+    assert why_eager("kept for a comparison") == OTHER
+
+
+def test_groups_come_by_size_and_cards_of_unknown_reason_last() -> None:
+    reasons = ["x", "y", "z", "eager: nothing else exists yet", *["eager: nothing else applies (a: b)"] * 2]
+    cards = [
+        Card(n, fakes.proposal(f"norm.{n}", "proved").model_copy(update={"reason": why}), None, None)
+        for n, why in enumerate(reasons)
+    ]
+    assert [(group.why, [card.index for card in group.cards]) for group in grouped(cards)] == [
+        ("no other way applies here", [4, 5]),
+        ("no other way exists yet", [3]),
+        (OTHER, [0, 1, 2]),
+    ]
 
 
 def test_no_script_or_style_is_inline_and_nothing_is_foreign(client) -> None:

@@ -9,9 +9,9 @@ import review_plans
 import workflow_fakes as fakes
 
 from shardwright.schemas.plan import AdaptationPlan, load_plan, parse_plan
+from shardwright.workflows.certifying import certify
 from shardwright.workflows.edits import edit_axes, reject_proposal
 from shardwright.workflows.nodes.propose import gate
-from shardwright.workflows.planning import certify
 from shardwright.workflows.report.html import html_plan
 from shardwright.workflows.report.plan_content import as_rivals, on_front, with_fusions
 from shardwright.workflows.review.session import ReviewSession

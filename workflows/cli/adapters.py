@@ -118,7 +118,7 @@ def generate(
     from shardwright.runtime.generate import generate as answer
     from shardwright.schemas.errors import UsageError
     from shardwright.schemas.plan import load_plan
-    from shardwright.workflows.prepare import local_checkpoint
+    from shardwright.workflows.checkpoint_folders import local_checkpoint
     from shardwright.workflows.remote_code import run_trusting
 
     if adapter is not None and not adapter.is_dir():

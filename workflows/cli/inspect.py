@@ -28,7 +28,7 @@ def inspect(
     Beside a folder, ``hf://org/model@revision`` is read: its configuration and headers by range reads.
     """
     from shardwright.checkpoints.profile import profile_checkpoint
-    from shardwright.workflows.prepare import checkpoint_folder
+    from shardwright.workflows.checkpoint_folders import checkpoint_folder
     from shardwright.workflows.report.blocks import Heading, Table
     from shardwright.workflows.report.markdown import render
     from shardwright.workflows.report.units import count, size

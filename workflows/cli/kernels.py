@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwright.schemas.words import plural
 from shardwright.workflows.cli import written
 from shardwright.workflows.cli.common import PlainOutput, PlainOutputOption, demand_place, note, put, put_json
+
+if TYPE_CHECKING:
+    from shardwright.schemas.bench import BenchLine
 
 app = typer.Typer(
     help="Verify, time, tune and prebuild the fused operators; have one written, approve it.",
@@ -78,22 +82,42 @@ def bench(
     cases: Annotated[
         list[str] | None, typer.Option("--case", help="Beginning of the names of the cases to time; repeatable.")
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", metavar="PLAN", help="Time what this plan's fusions call, at its sizes."),
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--list", help="With --plan: say what would be timed and what has a time; needs no GPU.")
+    ] = False,
 ) -> None:
     """Time every operator beside its rivals, on this machine's CUDA device; lines are kept as they are measured.
 
     With --evidence each operator is verified on the device first; exits 9 where one is wrong, which is then not timed.
     """
     from shardwright.kernels.suite import bench_table
-    from shardwright.schemas.errors import CheckFailed
+    from shardwright.schemas.errors import CheckFailed, UsageError
     from shardwright.workflows.evidence import lines_of
     from shardwright.workflows.operators import bench_operators
 
     demand_operators(ops)
+    if show and plan is None:
+        raise UsageError(
+            "list-without-plan",
+            "--list says what --plan would time, and no plan is named",
+            where="--list",
+            next_action="name one: `shardwright kernels bench --plan PLAN --list`",
+        )
     if evidence is not None:
         demand_place(evidence)
         if evidence.is_file() and (there := evidence.read_bytes()).strip():
             lines_of(there, where=str(evidence))  # what stands there is kept, and so looked at before the work
-    lines, wrong = bench_operators(ops, out, evidence, cases or ("",), note)
+    if plan is not None:
+        ended = _bench_plan(plan, ops, out, evidence, cases or ("",), show)
+        if ended is None:
+            return
+        lines, wrong = ended
+    else:
+        lines, wrong = bench_operators(ops, out, evidence, cases or ("",), note)
     if lines:
         put(bench_table(lines))
     if evidence is not None and lines:
@@ -105,6 +129,42 @@ def bench(
             where="kernels bench",
             next_action=f"`shardwright kernels verify {' '.join(wrong)}` names every value that differs",
         )
+
+
+def _bench_plan(
+    file: Path, ops: list[str] | None, out: Path, evidence: Path | None, prefixes: Sequence[str], show: bool
+) -> tuple[list[BenchLine], tuple[str, ...]] | None:
+    """The calls of a plan, listed or timed; ``None`` where that is all there is to do.
+
+    Raises:
+        PlanError: what keeps the plan from being read, or ``no-sizes``.
+        KernelError: ``no-device``, or ``no-case`` where nothing of the plan can be timed.
+        UsageError: ``other-device``.
+    """
+    from shardwright.schemas.errors import KernelError
+    from shardwright.schemas.plan import load_plan
+    from shardwright.workflows.operators import bench_called
+    from shardwright.workflows.plan_calls import calls_of, cases_of, listing
+
+    loaded = load_plan(file)
+    device = loaded.evidence.cluster.device.name
+    calls = cases_of(calls_of(loaded, where=str(file)), ops, prefixes)
+    refusals = [one.refusal.text() for one in calls if one.refusal is not None]
+    if show:
+        rows = listing(calls, device, evidence) if calls else f"{file}: no operator of ours to time"
+        put("\n".join((rows, *refusals)))
+        return None
+    if not any(one.pair for one in calls):
+        raise KernelError(
+            "no-case",
+            f"nothing to time: {plural(len(calls), 'call')} of our operators, none with a case",
+            where=str(file),
+            next_action=f"`shardwright kernels bench --plan {file} --list` says what the plan calls",
+        )
+    ended = bench_called(calls, device, out, evidence, note)
+    for text in refusals:
+        note(f"not timed: {text}")
+    return ended
 
 
 @app.command()

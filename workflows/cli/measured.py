@@ -23,8 +23,8 @@ def profile(run_dir: RunArgument, output: PlainOutputOption = PlainOutput.text) 
     """
     from shardwright.runtime.profile import terms
     from shardwright.schemas.plan import load_plan
-    from shardwright.workflows.prepare import require_run
     from shardwright.workflows.report.units import duration
+    from shardwright.workflows.request import require_run
 
     require_run(run_dir)
     measured = terms(run_dir)
@@ -58,7 +58,7 @@ def simulate(
     from shardwright.runtime.simulate import simulate as run
     from shardwright.schemas.errors import UsageError
     from shardwright.schemas.plan import load_plan
-    from shardwright.workflows.prepare import checkpoint_folder
+    from shardwright.workflows.checkpoint_folders import checkpoint_folder
     from shardwright.workflows.report.units import size
 
     made = load_plan(plan)

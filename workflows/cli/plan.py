@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from shardwright.schemas.words import plural
 from shardwright.workflows.advice import Advice
 from shardwright.workflows.cli.common import (
     DEFAULT_TRIALS,
@@ -77,6 +78,7 @@ def plan(
     from shardwright.workflows.cli.progress import Progress
     from shardwright.workflows.drive import drive
     from shardwright.workflows.llm_options import llm_options
+    from shardwright.workflows.plan_calls import unmeasured
     from shardwright.workflows.prepare import fresh_request
     from shardwright.workflows.review.terminal import plan_text
     from shardwright.workflows.search_options import search_request
@@ -124,4 +126,7 @@ def plan(
         put(markdown_plan(made))
     else:
         put(plan_text(made))
+        if fusions := unmeasured(made, evidence or ()):
+            measure = f"`shardwright kernels bench --plan {out} --evidence FILE` times them on {cluster}'s device"
+            note(f"{plural(fusions, 'fusion')} at sizes that nothing has measured: {measure}; --list says which")
         note(f"next: shardwright review {out}")

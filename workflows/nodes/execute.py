@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shardwright.schemas.errors import ExitCode
+from shardwright.workflows.checkpoint_folders import demand_weights
 from shardwright.workflows.context import AdaptState, Context, Output
-from shardwright.workflows.prepare import demand_weights
 from shardwright.workflows.runs import failed_launch, read_run
 
 NODE = "execute"

@@ -24,6 +24,8 @@ class Card:
     decision: FusionDecision | None
     accepted: Accepted | None
     inline: bool = True
+    by_person: bool = False
+    """A reviewer rejected it, or chose how it runs."""
 
     @property
     def id(self) -> str:
@@ -64,6 +66,11 @@ class Card:
         return self.decision is not None and not self.decision.rejected and self.decision.provider != "eager"
 
     @property
+    def kept(self) -> bool:
+        """The plan leaves its region eager, and no reviewer has said otherwise."""
+        return self.decision is not None and not self.fused and not self.by_person
+
+    @property
     def gain(self) -> tuple[str, str]:
         """Speed-up beside eager with its origin, and the times behind it."""
         variant = self.variant
@@ -97,13 +104,23 @@ class Card:
 
 
 def cards_of(session: ReviewSession) -> tuple[Card, ...]:
-    """One card a proposal: fused ones first, then what runs eagerly, then what is not in the plan."""
+    """One card a proposal: fused ones first, then those that a reviewer left eager, then those that the plan leaves so,
+    then what is not in the plan.
+    """
     plan = session.plan
     accepted = session.decisions.accepted(plan)
     decisions = {fusion.proposal_id: fusion for fusion in plan.decision.fusions}
+    edited = {edit.field for edit in plan.decision.edits}
     inline = sum(len(p.subgraph) for p in plan.evidence.proposals) <= INLINE_NODES
     cards = [
-        Card(index, proposal, decisions.get(proposal.id), accepted.get(proposal.id), inline)
+        Card(
+            index,
+            proposal,
+            decisions.get(proposal.id),
+            accepted.get(proposal.id),
+            inline,
+            not edited.isdisjoint((f"fusions.{proposal.id}", f"fusions.{proposal.id}.variant")),
+        )
         for index, proposal in enumerate(plan.evidence.proposals)
     ]
-    return tuple(sorted(cards, key=lambda card: (card.decision is None, not card.fused, card.index)))
+    return tuple(sorted(cards, key=lambda card: (card.decision is None, card.kept, not card.fused, card.index)))

@@ -15,7 +15,7 @@ HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
+    "Referrer-Policy": "same-origin",  # under no-referrer a form sent without scripts names the origin "null"
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }

@@ -9,7 +9,8 @@ from shardwright.schemas.errors import ShardwrightError
 from shardwright.schemas.plan import AdaptationPlan
 from shardwright.schemas.policy import Policy, PolicyFinding
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
-from shardwright.workflows.edits import completed, edit_axes, flat
+from shardwright.workflows.edited_strategy import completed, flat
+from shardwright.workflows.edits import edit_axes
 from shardwright.workflows.policy import evaluate
 from shardwright.workflows.report.units import change, duration, size
 from shardwright.workflows.stages import Stages

@@ -22,6 +22,7 @@ from shardwright.workflows.review.figures.front import Point, pareto_front
 from shardwright.workflows.review.figures.memory import moments, waterfall
 from shardwright.workflows.review.figures.mesh import mesh_grid
 from shardwright.workflows.review.figures.timebar import step_bar
+from shardwright.workflows.review.kept import Group, grouped
 from shardwright.workflows.review.live import run_of
 from shardwright.workflows.review.session import ReviewSession
 from shardwright.workflows.review.trial import Row, Trial, cost_rows, current
@@ -65,6 +66,16 @@ class Page:
     @property
     def to_decide(self) -> tuple[Card, ...]:
         return tuple(card for card in self.cards if card.decision is not None)
+
+    @property
+    def to_look_at(self) -> tuple[Card, ...]:
+        """What changes how the model runs, or was changed by a reviewer: these cards stand open."""
+        return tuple(card for card in self.to_decide if not card.kept)
+
+    @property
+    def kept(self) -> tuple[Group, ...]:
+        """What the plan leaves eager, by reason: these cards are folded."""
+        return grouped(card for card in self.to_decide if card.kept)
 
     @property
     def others(self) -> tuple[Card, ...]:

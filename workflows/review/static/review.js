@@ -1,11 +1,18 @@
 // Keyboard, filters and drafts of the review page. The page works without it.
 "use strict";
 
-const cards = () => [...document.querySelectorAll("#fusions > .cards > .card")].filter((card) => !card.hidden);
+const DECIDING = "#fusions .deciding > .card";
+const cards = () => [...document.querySelectorAll(DECIDING)].filter((card) => !card.hidden);
 let here = null;
+
+// What a step or a link leads to is never left folded away.
+function unfold(element) {
+  for (let fold = element?.closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
+}
 
 function go(card) {
   if (!card) return;
+  unfold(card);
   document.querySelectorAll(".card.here").forEach((old) => old.classList.remove("here"));
   card.classList.add("here");
   here = card.id;
@@ -46,16 +53,35 @@ document.addEventListener("keydown", (event) => {
 function show(which) {
   document.querySelectorAll(".filters button").forEach((button) =>
     button.setAttribute("aria-pressed", String(button.dataset.show === which)));
-  document.querySelectorAll("#fusions > .cards > .card").forEach((card) => {
+  document.querySelectorAll(DECIDING).forEach((card) => {
     card.hidden = (which === "undecided" && card.dataset.state !== "undecided") ||
       (which === "fused" && card.dataset.fused !== "yes");
+  });
+  document.querySelectorAll("#kept, #kept .by-why").forEach((group) => {
+    group.hidden = !group.querySelector(".deciding > .card:not([hidden])");
   });
 }
 
 document.addEventListener("click", (event) => {
   const button = event.target.closest("[data-show]");
   if (button) show(button.dataset.show);
+  const link = event.target.closest('a[href^="#"]');
+  if (link) unfold(document.getElementById(link.hash.slice(1)));
 });
+function arrive() {
+  const element = document.getElementById(location.hash.slice(1));
+  if (!element?.closest("details:not([open])")) return;
+  unfold(element);
+  element.scrollIntoView();
+}
+addEventListener("hashchange", arrive);
+arrive();
+
+// A group that was opened stays open when a decision brings the page anew.
+const opened = new Set();
+document.addEventListener("toggle", (event) => {
+  if (event.target.id) opened[event.target.open ? "add" : "delete"](event.target.id);
+}, true);
 
 // What was typed and not sent is still there after the page was closed.
 const key = (field) => `shardwright:${document.getElementById("page").dataset.plan}:${field.dataset.draft}`;
@@ -74,7 +100,8 @@ document.addEventListener("input", (event) => {
 });
 document.addEventListener("htmx:afterSwap", () => {
   restore();
-  const left = document.querySelectorAll('#fusions > .cards > .card[data-state="undecided"]').length;
+  opened.forEach((id) => document.getElementById(id)?.setAttribute("open", ""));
+  const left = document.querySelectorAll(`${DECIDING}[data-state="undecided"]`).length;
   const button = document.querySelector('[data-show="undecided"]');
   if (button) button.textContent = `undecided ${left}`;
   const card = here && document.getElementById(here);
