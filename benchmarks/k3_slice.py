@@ -179,15 +179,15 @@ def layer_times(side: Sliced, ids: Tensor, what: Described, repeats: int) -> dic
 
 def _one_layer(side: Sliced, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, passes: int) -> float:
     """Milliseconds of one pass among several, so that the host is ahead of the device as it is in a step."""
-    (state, *others), named = args, dict(kwargs)
-    state = state.requires_grad_(True)
+    learning = [value.requires_grad_(True) for value in args if isinstance(value, Tensor) and value.is_floating_point()]
     began = _clock()
     with side.device.attention():
         for _ in range(passes):
-            out = layer(state, *others, **named)
+            out = layer(*args, **kwargs)
             out = out[0] if isinstance(out, tuple) else out
             out.backward(torch.ones_like(out))
-            state.grad = None
+            for value in learning:
+                value.grad = None
     return 1e3 * (_clock() - began) / passes
 
 

@@ -111,19 +111,15 @@ def attention_residual(provider: str, dtype: str, T: int, R: int, H: int) -> OpC
 
 
 def residual_rows(provider: str, dtype: str, T: int, R: int, H: int, S: int) -> OpCost:
-    """A value added to the last of R rows, or (S = 1) a further row: all rows are copied.
+    """What a layer that is given R rows does with them beside its two mixes: puts them side by side for each, and adds
+    to the last one twice, or once where it takes a snapshot (S = 1), whose second mix reads a row more.
 
-    Backward: gradients of the last row and of the others, each in zeros of the whole, their sum, and the sum with the
-    gradient of the mix that reads the same rows.
+    Backward: gradients that a row gets from both mixes are summed, and a snapshot's with those of other layers.
     """
     b = BYTES[dtype]
     y, n = T * H * b, T * R * H * b
-    if S:
-        forward: Moves = [(n + y, n + y)]
-        backward: Moves = [(2 * n, n)]
-    else:
-        forward = [(2 * y, y), (n, n)]
-        backward = [(y, n), (n - y, n), (2 * n, n), (2 * n, n)]
+    forward: Moves = [(n, n), (n + S * y, n + S * y), *[(2 * y, y)] * (2 - S)]
+    backward: Moves = [(2 * y, y)] * (2 * R)
     return by_kernels(
         "residual_rows",
         provider,

@@ -1,9 +1,10 @@
 """What the layers of one family compute that other families' do not: activations and residuals of their own.
 
 Kimi K3 (``checkpoints/models/kimi_k3``): its gate is SiTU, and each half of a layer reads a mix of earlier snapshots
-and the running sum (attention residuals), which are carried as one tensor and copied whenever one of them changes.
+and the running sum (attention residuals). A snapshot is what the layer that takes it was given, so it is kept as that
+layer's input and no second time.
 
-Legend: T tokens, H hidden, R rows that a layer is given: snapshots and the running sum.
+Legend: T tokens, H hidden, R rows that a layer is given: snapshots and the running sum; b bytes a value.
 """
 
 from __future__ import annotations
@@ -101,10 +102,9 @@ def _residuals(given: tuple[tuple[int, bool], ...], provider: str, hidden: int, 
     layers = []
     for rows, snapshot in given:
         parts = [
-            provider_cost("attention_residual", provider, _sizes(rows, hidden), dtype),
             provider_cost("residual_rows", "eager", {**_sizes(rows, hidden), "S": int(snapshot)}, dtype),
+            provider_cost("attention_residual", provider, _sizes(rows, hidden), dtype),
             provider_cost("attention_residual", provider, _sizes(rows + snapshot, hidden), dtype),
-            provider_cost("residual_rows", "eager", {**_sizes(rows + snapshot, hidden), "S": 0}, dtype),
         ]
         layers.append(tuple(_sum(column) for column in zip(*map(_passes, parts), strict=True)))
     return _mean(layers)

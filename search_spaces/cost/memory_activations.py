@@ -17,6 +17,7 @@ from shardwright.search_spaces.cost import activations, context, family, workspa
 from shardwright.search_spaces.cost.fusion import FusedProviders
 from shardwright.search_spaces.cost.memory_terms import HOST_SHARE, KEPT, PASSES, Stage, Terms, rows_of
 from shardwright.search_spaces.cost.memory_weights import adapter_shard
+from shardwright.search_spaces.cost.mixes import last_mix, mixes_of, snapshot_gradients
 from shardwright.search_spaces.cost.plans import Array, Plans, per_value
 from shardwright.search_spaces.cost.routing import MEMORY_QUANTILE
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
@@ -29,7 +30,8 @@ def kept_bytes(
     """What one layer of this kind keeps without checkpointing; ``summed``: its share of what all layers keep."""
     rows = rows_of(work, plans, tokens, MEMORY_QUANTILE, summed=summed)
     copies = activations.adapter_copies_bytes(work, layer, plans)
-    return np.asarray(activations.layer_bytes(work, layer, tokens, rows, fused, plans.expert_tp) + copies)
+    mixed = tokens * mixes_of(work, layer, mean=summed).kept
+    return np.asarray(activations.layer_bytes(work, layer, tokens, rows, fused, plans.expert_tp) + copies + mixed)
 
 
 def saved_activation_bytes(work: Workload, plans: Plans, fused: FusedProviders) -> Array:
@@ -110,6 +112,11 @@ def add_activations(
         own = workspaces.backward_workspace_bytes(work, layer, tokens, rows, fused, kept, plans.expert_tp, again > 0)
         repeated = workspaces.recomputing_workspace_bytes(work, layer, fused, tokens, kept)
         together = np.maximum(together, np.where(again > 0, kept + np.maximum(own, repeated), own))
+    mix = last_mix(work)
+    together = np.maximum(together, tokens * (mix.first + mix.first_backward))
+    terms.add("last_mix", tokens * mix.first, ("loss",), "4·R·H a token: the rows of the last mix in fp32")
+    formula = "b·H a token of each snapshot, gathered from all layers that read it"
+    terms.add("snapshot_gradients", tokens * snapshot_gradients(work), ("backward_peak",), formula)
     backward = np.maximum(together - recomputed - free - root, 0.0)
     terms.add("forward_workspace", forward, ("forward_peak",), "T·b·(H + I_dense) + 2·R·b·H, or attention's own")
     formula = (

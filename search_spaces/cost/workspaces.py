@@ -15,6 +15,7 @@ import numpy as np
 from shardwright.search_spaces.cost.activations import attention_bytes, residual_bytes
 from shardwright.search_spaces.cost.fusion import FusedProviders
 from shardwright.search_spaces.cost.linear_attention import LINEAR_ATTENTION_PEAK, chunks_of, unfused_chunks
+from shardwright.search_spaces.cost.mixes import mixes_of
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
 
 OVERWRITING = ("moe_layer", "grouped_lora_mlp")
@@ -44,7 +45,8 @@ def attention_workspace_bytes(work: Workload, layer: LayerWork, fused: FusedProv
 
 def after_attention_bytes(work: Workload, layer: LayerWork, fused: FusedProviders, tokens: Any, kept: Any) -> Any:
     """Of what a layer keeps, the part that its backward has freed when it comes to attention."""
-    return kept - tokens * (attention_bytes(work, layer, fused) + residual_bytes(work, fused) / 2)
+    before = attention_bytes(work, layer, fused) + residual_bytes(work, fused) / 2 + mixes_of(work, layer).first
+    return kept - tokens * before
 
 
 def forward_workspace_bytes(
@@ -65,7 +67,8 @@ def forward_workspace_bytes(
         result = shape.num_attention_heads * shape.v_head_dim * (2 if layer.adapters.attention_out else 1)
         behind = behind + tokens * b * (work.recipe.batch.sequence_tokens + result)
     behind = np.minimum(behind, kept)
-    return np.maximum(tokens * b * (work.hidden + layer.mlp_width) + routed, attention - behind)
+    own = np.maximum(tokens * b * (work.hidden + layer.mlp_width) + routed, attention - behind)
+    return np.maximum(own, tokens * mixes_of(work, layer).passing - behind)
 
 
 def routed_forward_bytes(work: Workload, layer: LayerWork, rows: Any, fused: FusedProviders, expert_tp: Any = 1) -> Any:
@@ -99,7 +102,8 @@ def backward_workspace_bytes(
     In the MLP's part two hidden gradients, or one where one operator is the whole layer and no shared experts have
     given theirs (it is handed the residual stream's own); for experts see :func:`routed_backward_bytes`, and where the
     layer is recomputed that operator also lets its tokens go; for a dense MLP d(gate, up) and, where eager, the
-    gradient of their product. In attention's part its own, when what stands behind it in the layer is free already.
+    gradient of their product. In attention's part its own, when what stands behind it in the layer is free already; so
+    for a mix of earlier rows (``mixes``).
     """
     b, hidden = work.base_bytes, tokens * work.base_bytes * work.hidden
     whole = layer.routed and fused.kernel("experts") == "moe_layer"
@@ -109,7 +113,11 @@ def backward_workspace_bytes(
     gradients = hidden * (1 if whole and not layer.mlp_width else 2) + tokens * b * inner * layer.mlp_width
     mlp = gradients + np.maximum(routed - let_go, 0.0)
     attention = tokens * (attention_workspace_bytes(work, layer, fused, True) + 2 * b * work.hidden)
-    return np.maximum(mlp, attention - after_attention_bytes(work, layer, fused, tokens, kept))
+    behind = after_attention_bytes(work, layer, fused, tokens, kept)
+    mixes = mixes_of(work, layer)
+    second = tokens * (mixes.second_backward + mixes.second) - behind
+    first = tokens * (mixes.first_backward + mixes.first) - kept
+    return np.maximum(np.maximum(mlp, attention - behind), np.maximum(first, second))
 
 
 def routed_backward_bytes(

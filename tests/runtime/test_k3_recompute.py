@@ -74,3 +74,27 @@ def test_a_recomputation_takes_the_tokens_of_its_forward() -> None:
     for name, value in plain.items():
         found = dict(model.named_parameters())[name].grad
         assert found is not None and torch.equal(value, found), name
+
+
+def test_a_recomputed_layer_keeps_its_input_and_no_copy_of_a_snapshot() -> None:
+    """What stands between forward and backward grows by one row a layer, however many snapshots the layer reads."""
+    tokens, kept = 512, {}
+    for layers in (9, 17):
+        full = [at for at in range(1, layers + 1) if at % 4 == 0]
+        linear = {"num_heads": 3, "head_dim": 8, "full_attn_layers": full, "sparse_attn_layers": []}
+        sizes = {**SIZES, "num_hidden_layers": layers, "linear_attn_config": linear, "first_k_dense_replace": layers}
+        model = KimiK3ForCausalLM(KimiK3TextConfig(**sizes))
+        checkpoint_layers(list(model.model.layers), LoadMeter())
+        embedded = torch.randn(1, tokens, SIZES["hidden_size"], requires_grad=True)
+        storages: dict[int, int] = {}
+
+        def seen(module: torch.nn.Module, args: tuple[Any, ...], found: dict[int, int] = storages) -> None:
+            found.update(
+                {a.untyped_storage().data_ptr(): a.untyped_storage().nbytes() for a in args if isinstance(a, Tensor)}
+            )
+
+        held = [layer.register_forward_pre_hook(seen) for layer in model.model.layers]
+        loss = model(inputs_embeds=embedded).logits.sum()
+        kept[layers] = sum(storages.values())
+        assert len(held) == layers and loss.requires_grad
+    assert kept[17] - kept[9] == 8 * tokens * SIZES["hidden_size"] * 4

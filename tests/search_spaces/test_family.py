@@ -19,7 +19,7 @@ from models import kimi_k3, recipe_for, targets_for
 
 from shardwright.checkpoints.models.kimi_k3.configuration import DEFAULTS
 from shardwright.checkpoints.models.kimi_k3.feed_forward import situ
-from shardwright.checkpoints.models.kimi_k3.residuals import add, append, mix
+from shardwright.checkpoints.models.kimi_k3.residuals import read
 from shardwright.schemas.ops import OpCost
 from shardwright.schemas.strategy import Mesh, ParallelStrategy
 from shardwright.search_spaces.catalogue import load_cluster
@@ -89,24 +89,27 @@ def test_situ_moves_what_its_operators_move(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("snapshot", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 9])
 def test_residuals_of_a_layer_move_what_its_operators_move(rows: int, snapshot: bool, dtype: torch.dtype) -> None:
-    """Both mixes and both changes of the rows; attention and feed-forward hand on what they read."""
+    """Both mixes and both sums; attention and feed-forward hand on what they read. No other layer reads the rows."""
     norm, projection = torch.ones(H, dtype=dtype), torch.randn(1, H, dtype=dtype)
 
-    def layer(state: Tensor) -> Tensor:
-        read = mix(state, norm, projection, 1e-6)
-        state = (append if snapshot else add)(state, read.view_as(read))
-        read = mix(state, norm, projection, 1e-6)
-        return add(state, read.view_as(read))
+    def layer(*given: Tensor) -> Tensor:
+        *snapshots, hidden = given
+        mixed = read(given, norm, projection, 1e-6)
+        value = mixed.view_as(mixed)
+        total = value if snapshot else hidden + value
+        mixed = read((*snapshots, hidden, total) if snapshot else (*snapshots, total), norm, projection, 1e-6)
+        return total + mixed.view_as(mixed)
 
-    moved = seen(layer, torch.randn(1, T, rows, H, dtype=dtype))
+    moved = seen(layer, *(torch.randn(1, T, H, dtype=dtype) for _ in range(rows)))
     sizes, after, name = {"T": T, "R": rows, "H": H}, {"T": T, "R": rows + snapshot, "H": H}, str(dtype)[6:]
     costs = [
-        provider_cost("attention_residual", "eager", sizes, name),
         provider_cost("residual_rows", "eager", {**sizes, "S": int(snapshot)}, name),
+        provider_cost("attention_residual", "eager", sizes, name),
         provider_cost("attention_residual", "eager", after, name),
-        provider_cost("residual_rows", "eager", {**after, "S": 0}, name),
     ]
-    assert list(passes(costs)) == list(zip(moved.bytes, moved.kernels, strict=True))
+    others = (rows - 1) * 3 * T * H * dtype.itemsize, rows - 1
+    found = list(zip(moved.bytes, moved.kernels, strict=True))
+    assert list(passes(costs)) == [found[0], (found[1][0] + others[0], found[1][1] + others[1])]
 
 
 def test_rows_are_those_that_the_model_hands_on() -> None:
@@ -129,8 +132,8 @@ def test_a_layer_of_kimi_k3_is_priced_with_its_gate_and_its_rows() -> None:
     tokens = plans.tokens(4096)
     (dense,) = (layer for layer in work.layers if layer.kind.mlp == "dense")
     (moved, _), (mixed, _) = family.residual_moves(work, dense, fused)
-    assert dense.kind.layer_indices == (0,) and mixed == 14 + 1 + 14 + 2
-    assert moved == pytest.approx((44 + 8 + 78 + 14) * work.hidden, rel=1e-3), "one row, and a snapshot"
+    assert dense.kind.layer_indices == (0,) and mixed == 14 + 14 + 2 + 1
+    assert moved == pytest.approx((44 + 78 + 4 + 8 + 6) * work.hidden, rel=1e-3), "one row, and a snapshot"
     forward, backward = _elementwise(work, dense, rates, fused, tokens)
     plain, _ = _elementwise(other, dense, rates, fused, tokens)
     gate = 98 * dense.mlp_width - 10 * dense.mlp_width

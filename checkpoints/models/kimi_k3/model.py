@@ -1,7 +1,7 @@
-"""The whole model: layers over a state of snapshots and a running sum, the head, and images before them.
+"""The whole model: layers over snapshots and a running sum, the head, and images before them.
 
-A layer takes and returns ``state [B, T, R, H]``: R − 1 snapshots and, last, the running sum. So a layer is a function
-of one tensor, as FSDP units, checkpointing and capture want it.
+A layer takes the running sum ``[B, T, H]`` and the snapshots so far, and returns the running sum. Snapshots go in one
+by one, by position, so that whatever recomputes a layer keeps references to them and not one more copy of each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwright.checkpoints.models.kimi_k3.configuration import KimiK3Config, K
 from shardwright.checkpoints.models.kimi_k3.feed_forward import FeedForward, LatentMoE
 from shardwright.checkpoints.models.kimi_k3.names import register
 from shardwright.checkpoints.models.kimi_k3.norms import RMSNorm
-from shardwright.checkpoints.models.kimi_k3.residuals import add, append, mix
+from shardwright.checkpoints.models.kimi_k3.residuals import read
 from shardwright.checkpoints.models.kimi_k3.vision import Projector, VisionTower
 from shardwright.schemas.errors import RecipeError
 
@@ -31,7 +31,7 @@ register(KimiK3TextConfig.model_type)
 
 
 class KimiK3DecoderLayer(GradientCheckpointingLayer):
-    """Attention and feed-forward, each reading its own mix of the state."""
+    """Attention and feed-forward, each reading its own mix of the rows."""
 
     def __init__(self, config: KimiK3TextConfig, layer_idx: int) -> None:
         super().__init__()
@@ -50,21 +50,25 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         self.mlp_res_proj = nn.Linear(hidden, 1, bias=False)
         self.snapshot = layer_idx % config.attn_res_block_size == 0
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """``[B, T, R, H]`` → ``[B, T, R, H]``, or R + 1 where the layer takes a snapshot."""
-        state = hidden_states
-        read = mix(
-            state,
-            self.self_attention_res_norm.weight,
-            self.self_attention_res_proj.weight,
-            self.self_attention_res_norm.eps,
-        )
-        normed = self.input_layernorm(read)
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *snapshots: Tensor, **kwargs: Any
+    ) -> Tensor:
+        """``[B, T, H]`` → ``[B, T, H]``; a layer with ``snapshot`` begins a new sum, and what it was given is one more.
+
+        Args:
+            snapshots: each ``[B, T, H]``, the oldest first.
+        """
+        first, second = self.self_attention_res_norm, self.mlp_res_norm
+        mixed = read((*snapshots, hidden_states), first.weight, self.self_attention_res_proj.weight, first.eps)
+        normed = self.input_layernorm(mixed)
         value = self.self_attn(normed, attention_mask) if self.full else self.self_attn(normed)
-        state = append(state, value) if self.snapshot else add(state, value)
-        read = mix(state, self.mlp_res_norm.weight, self.mlp_res_proj.weight, self.mlp_res_norm.eps)
+        if self.snapshot:
+            snapshots, total = (*snapshots, hidden_states), value
+        else:
+            total = hidden_states + value
+        mixed = read((*snapshots, total), second.weight, self.mlp_res_proj.weight, second.eps)
         feed_forward = getattr(self, self.feed_forward_name)
-        return add(state, feed_forward(self.post_attention_layernorm(read)))
+        return total + feed_forward(self.post_attention_layernorm(mixed))
 
 
 class KimiK3PreTrainedModel(PreTrainedModel):
@@ -106,11 +110,14 @@ class KimiK3Model(KimiK3PreTrainedModel):
         """
         attention_mask = documents_mask(position_ids, attention_mask)
         embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        state = embedded.unsqueeze(-2)
+        hidden: Tensor = embedded
+        snapshots: tuple[Tensor, ...] = ()
         for layer in self.layers:
-            state = layer(state, attention_mask)
+            given, hidden = hidden, layer(hidden, attention_mask, *snapshots)
+            if layer.snapshot:
+                snapshots = (*snapshots, given)
         last = self.output_attn_res_norm
-        return self.norm(mix(state, last.weight, self.output_attn_res_proj.weight, last.eps))
+        return self.norm(read((*snapshots, hidden), last.weight, self.output_attn_res_proj.weight, last.eps))
 
 
 def documents_mask(positions: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:

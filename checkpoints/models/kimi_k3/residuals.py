@@ -1,9 +1,14 @@
 """Attention residuals: each sub-layer reads a softmax mix over earlier snapshots and the running sum.
 
+Rows are tensors of their own: a snapshot is kept once for all layers that read it, and no row is copied when the
+running sum changes.
+
 Legend: B batch, T tokens, R rows (snapshots and, last, the running sum), H hidden. Source: arXiv 2603.15031.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,11 +31,6 @@ def mix(state: Tensor, norm: Tensor, projection: Tensor, eps: float) -> Tensor:
     return (weights.unsqueeze(-1) * rows).sum(-2).to(state.dtype)
 
 
-def append(state: Tensor, value: Tensor) -> Tensor:
-    """A further row: the running sum so far becomes a snapshot, ``value [B, T, H]`` the new sum."""
-    return torch.cat([state, value.unsqueeze(-2)], dim=-2)
-
-
-def add(state: Tensor, value: Tensor) -> Tensor:
-    """Add to the running sum."""
-    return torch.cat([state[..., :-1, :], (state[..., -1, :] + value).unsqueeze(-2)], dim=-2)
+def read(rows: Sequence[Tensor], norm: Tensor, projection: Tensor, eps: float) -> Tensor:
+    """``mix`` of rows ``[B, T, H]``, put side by side for it."""
+    return mix(torch.stack(tuple(rows), dim=-2), norm, projection, eps)
