@@ -79,6 +79,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
             max_position_tokens=config.count("max_position_embeddings", "max_seq_len"),
             gated_mlp=layout.gated if layout else True,
             expert_hidden_size=config.count("routed_expert_hidden_size", "moe_latent_size") if experts else 0,
+            residual_streams=config.count("hc_mult", "hc_count", default=1),
             expert_stacks=not experts or config.text_model_type not in WITHOUT_STACKS,
             **_attention_sizes(config),
         )

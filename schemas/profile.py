@@ -137,6 +137,8 @@ class ModelShape(Model):
     index_head_dim: CountInt = added(0)
     index_topk: CountInt = added(0)
     """Sparse attention: keys that one query attends to."""
+    residual_streams: PositiveInt = added(1)
+    """Hyper-connections: rows of ``hidden_size`` that a layer takes and returns for a token."""
     expert_stacks: bool = added(True)
     """Whether routed experts lie in stacks ``[E, …]`` that ranks can share out; else each rank holds all of them."""
 

@@ -133,7 +133,8 @@ def layer_bytes(
 
 
 def checkpoint_bytes(work: Workload, layer: LayerWork, fused: FusedProviders, tokens: Any) -> Any:
-    """What a checkpointed layer keeps: its input, b·H per token, and the choices that its recomputation repeats.
+    """What a checkpointed layer keeps: its input, b·H per token and residual stream, and the choices that its
+    recomputation repeats.
 
     Choices: 8 bytes for each expert of a token; for each key that an unfused indexer chose 8, and 4 handed on.
     """
@@ -142,4 +143,4 @@ def checkpoint_bytes(work: Workload, layer: LayerWork, fused: FusedProviders, to
     if layer.kind.attention == "dsa":
         chosen = min(shape.index_topk, work.recipe.batch.sequence_tokens)
         choices += (12 if fused.provider("dsa") == "eager" else 4) * chosen
-    return tokens * (work.base_bytes * work.hidden + choices)
+    return tokens * (work.base_bytes * work.hidden * shape.residual_streams + choices)

@@ -132,7 +132,8 @@ def add_activations(
 
 def _kept_input(work: Workload, fused: FusedProviders, tokens: Array) -> Array:
     """A layer's input where its first norm keeps just that: a recomputed layer has it in any case."""
-    own = fused.norms(work.profile.shape.num_layers)["eager"] < 1 and not family.has_snapshots(work)
+    one_row = work.profile.shape.residual_streams == 1 and not family.has_snapshots(work)
+    own = fused.norms(work.profile.shape.num_layers)["eager"] < 1 and one_row
     return np.asarray(tokens * work.base_bytes * work.hidden if own else np.zeros_like(tokens))
 
 

@@ -1,10 +1,11 @@
-"""Memory of attention residuals: what the mixes of a layer keep and need while they run, by token.
+"""Memory of residual streams: what a layer's attention residuals or hyper-connections keep and need, by token.
 
-A mix holds its R rows in fp32 from forward to backward, ``4·R·H``; in forward the rows side by side and their product
-with the weights besides, ``(b + 4)·R·H``; in backward five more of the fp32 size. Counted from the model's own code
-(``checkpoints/models/kimi_k3/residuals.py``), which no operator replaces yet. Other families have none of it.
+Kimi K3's mix holds its R rows in fp32 from forward to backward, ``4·R·H``; in forward the rows side by side and their
+product with the weights besides, ``(b + 4)·R·H``; in backward five more of the fp32 size. Counted from the model's own
+code (``checkpoints/models/kimi_k3/residuals.py``). A hyper-connection reads and writes N streams: ``CONNECTIONS`` times
+``b·N·H``, of the families' own code. No operator replaces either yet; other families have neither.
 
-Legend: H hidden, R rows that a mix reads: snapshots and the running sum; b bytes a value.
+Legend: H hidden, R rows that a mix reads: snapshots and the running sum; N residual streams; b bytes a value.
 """
 
 from __future__ import annotations
@@ -16,6 +17,17 @@ from shardwright.search_spaces.cost.workload import LayerWork, Workload
 
 ALIVE_IN_BACKWARD = 5
 """Tensors of the fp32 size that a mix's backward holds beside what was kept."""
+
+CONNECTIONS = {
+    "deepseek_v4": (3.8, 2.3, 10.2),
+    "glm5_next": (3.8, 2.3, 10.2),
+    "hy_v4": (2.8, 5.3, 9.5),
+    "qwen4_exp": (6.4, 1.3, 8.7),
+}
+"""Streams in bf16 that a hyper-connection and the sum behind it keep, hold besides in forward, and in backward; with
+frozen weights, its result and the streams that it was given not counted."""
+MOST = (6.4, 5.3, 10.2)
+"""Of a family that is not among them."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +53,7 @@ def mixes_of(work: Workload, layer: LayerWork, *, mean: bool = False) -> Mixes:
     """Of the layer with most rows of a kind; ``mean``: of a kind's layers, for what they keep together."""
     block = SNAPSHOT_LAYERS.get(work.profile.model_type)
     if block is None:
-        return Mixes()
+        return _connections(work)
     given = [rows_of_layer(index, block) for index in layer.kind.layer_indices]
     before, after = [rows for rows, _ in given], [rows + taken for rows, taken in given]
     count = len(given) if mean else 1
@@ -66,3 +78,13 @@ def _mixes(work: Workload, before: float, after: float) -> Mixes:
     wide, b = 4 * work.hidden, work.base_bytes * work.hidden
     backward = (ALIVE_IN_BACKWARD * wide * rows + b if rows else 0.0 for rows in (before, after))
     return Mixes(wide * before, wide * after, (wide + b) * max(before, after), *backward)
+
+
+def _connections(work: Workload) -> Mixes:
+    """Both hyper-connections of a layer: the streams that the second is given are the layer's own."""
+    streams = work.profile.shape.residual_streams
+    if streams == 1:
+        return Mixes()
+    one = work.base_bytes * work.hidden * streams
+    kept, passing, backward = (one * times for times in CONNECTIONS.get(work.profile.model_type, MOST))
+    return Mixes(kept, kept + one, passing, backward, backward)
