@@ -273,15 +273,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     import torch
 
     from shardwright.kernels import bench, verify_jobs
-    from shardwright.kernels.verify import VerifyResult
     from shardwright.schemas.bench import BenchLine
 
     happened: list[object] = []
-
-    def verify(ops, name, jobs, say):  # type: ignore[no-untyped-def]
-        happened.append(("verified", tuple(ops)))
-        facts = {"case": "c", "value": "y", "error": 1.0, "eager_error": 0.0, "allowed": 0.5}
-        return {op: [VerifyResult(op=op, ok=op != "router", **facts)] for op in ops}
 
     def timed(ops, out, evidence, *, cases, report):  # type: ignore[no-untyped-def]
         happened.append(("timed", None if ops is None else tuple(ops), evidence))
@@ -289,7 +283,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         return [BenchLine.model_validate({**facts, "versions": {}, "commit": "c", "date": "2026-01-01"})]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(verify_jobs, "verify_in_jobs", verify)
+    monkeypatch.setattr(verify_jobs, "verify_in_jobs", fakes.verified_but_router(happened))
     monkeypatch.setattr(bench, "bench_all", timed)
     return happened
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import workflow_fakes as fakes
 from test_cli_evidence import time, written
 
 from shardwright.schemas.fusion import FusionProposal
@@ -115,15 +116,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     import torch
 
     from shardwright.kernels import bench, verify_jobs
-    from shardwright.kernels.verify import VerifyResult
     from shardwright.schemas.bench import BenchLine
 
     happened: list[object] = []
-
-    def verify(ops, name, jobs, say):  # type: ignore[no-untyped-def]
-        happened.append(("verified", tuple(ops)))
-        facts = {"case": "c", "value": "y", "error": 1.0, "eager_error": 0.0, "allowed": 0.5}
-        return {op: [VerifyResult(op=op, ok=op != "router", **facts)] for op in ops}
 
     def timed(chosen, out, evidence, *, report):  # type: ignore[no-untyped-def]
         happened.append([(suite.op, case.case, dict(case.shape), case.passes) for suite, case in chosen])
@@ -132,7 +127,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: DEVICE)
-    monkeypatch.setattr(verify_jobs, "verify_in_jobs", verify)
+    monkeypatch.setattr(verify_jobs, "verify_in_jobs", fakes.verified_but_router(happened))
     monkeypatch.setattr(bench, "bench_chosen", timed)
     return happened
 

@@ -353,3 +353,15 @@ def fake_stages(**replaced: Callable[..., object]) -> Stages:
         "check_adapter": check_adapter,
     }
     return Stages(**{**table, **replaced})  # type: ignore[arg-type]
+
+
+def verified_but_router(happened: list[object]) -> Callable[..., object]:
+    """In place of ``verify_in_jobs``: notes the operators in ``happened``, and finds ``router`` wrong."""
+    from shardwright.kernels.verify import VerifyResult
+
+    def verify(ops, name, jobs, say):  # type: ignore[no-untyped-def]
+        happened.append(("verified", tuple(ops)))
+        facts = {"case": "c", "value": "y", "error": 1.0, "eager_error": 0.0, "allowed": 0.5}
+        return {op: [VerifyResult(op=op, ok=op != "router", **facts)] for op in ops}
+
+    return verify
