@@ -42,6 +42,7 @@ def decisions(model: nn.Module, fusions: tuple[str, ...]) -> tuple[FusionDecisio
         "experts": _experts,
         "router": _routers,
         "rms_norm": _norms,
+        "attention_residual": _mixes,
         "kda": _delta_rules,
         "mla": _gated_latent,
         "dsa": _sparse,
@@ -84,13 +85,11 @@ def _routers(model: nn.Module) -> list[FusionDecision]:
 
 
 def _norms(model: nn.Module) -> list[FusionDecision]:
-    """Plain norms of dense rows, one decision an epsilon. Norms whose weight alone is read (attention residuals) never
-    run.
-    """
+    """Plain norms of dense rows, one decision an epsilon."""
     by_epsilon: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         kind, last = type(module).__name__, name.rsplit(".", 1)[-1]
-        if kind.endswith("RMSNorm") and "Gated" not in kind and "_res_norm" not in name:
+        if kind.endswith("RMSNorm") and "Gated" not in kind:
             if last == PART_OF_A_PROJECTION:
                 continue
             by_epsilon.setdefault(epsilon(module), []).append(name)
@@ -98,6 +97,15 @@ def _norms(model: nn.Module) -> list[FusionDecision]:
         decision("rms_norm", tuple(names), {"weight": "weight"}, {"eps": eps})
         for eps, names in sorted(by_epsilon.items())
     ]
+
+
+def _mixes(model: nn.Module) -> list[FusionDecision]:
+    """Kimi K3's mixes of residual rows."""
+    found = named(model, "ResidualMix")
+    if not found:
+        return []
+    constants = {"form": "scored", "eps": epsilon(next(iter(found.values())))}
+    return [decision("attention_residual", tuple(found), {"norm": "weight"}, constants)]
 
 
 def _delta_rules(model: nn.Module) -> list[FusionDecision]:

@@ -102,6 +102,12 @@ OPERATORS: dict[str, OperatorEntry] = {
             borrowed=("rms_norm/op.py", "rms_norm/triton.py", "rms_norm/configs.py", "rms_norm/contract.py"),
         ),
         _entry("gated_rms_norm", ("T", "H", "D"), borrowed=("rms_norm",)),
+        _entry(
+            "attention_residual",
+            ("T", "R", "H"),
+            more_suites=("cases:ROWS_1", "cases:ROWS_3", "cases:ROWS_5", "cases:ROWS_9"),
+            borrowed=("rms_norm/contract.py",),
+        ),
         _entry("latent_norm", ("T", "W", "H"), borrowed=("gated_rms_norm", "rms_norm")),
         _entry(
             "qk_norm_rope",

@@ -21,6 +21,7 @@ from shardwright.runtime.fused_delta_layer import fused_gated_delta
 from shardwright.runtime.fused_dsa import fused_dsa
 from shardwright.runtime.fused_kda import fused_kda
 from shardwright.runtime.fused_loss import loss_head
+from shardwright.runtime.fused_residual import fused_residual
 from shardwright.runtime.fused_router import fused_router
 from shardwright.runtime.losses import FUSED_LOSS
 from shardwright.schemas.errors import LegalityError, StalePlanError
@@ -59,8 +60,8 @@ def install_fusions(model: nn.Module, decisions: tuple[FusionDecision, ...]) -> 
     Raises:
         StalePlanError: ``kernel-source`` when an operator is not the one that was approved.
         LegalityError: ``fusion-module``, ``fusion-provider``, ``fusion-layer``, ``fusion-norm``, ``fusion-experts``,
-            ``fusion-router``, ``fusion-attention``, ``fusion-dsa``, ``fusion-kda``,
-            ``fusion-delta-rule``, ``fusion-loss``.
+            ``fusion-router``, ``fusion-attention``, ``fusion-dsa``, ``fusion-kda``, ``fusion-delta-rule``,
+            ``fusion-residual``, ``fusion-loss``.
     """
     switches = []
     for decision in decisions:
@@ -206,6 +207,7 @@ OPERATOR_FORWARDS: dict[str, Maker] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
     "gated_rms_norm": _gated_rms_norm,
+    "attention_residual": fused_residual,
     "moe_layer": whole_layer,
     "grouped_lora_mlp": received_rows,
     "packed_experts": packed_rows,

@@ -124,11 +124,12 @@ CONTEXT_FAMILIES: dict[str, str] = {
 CONTEXT_OPERATORS = frozenset(
     {
         *("rms_norm", "add_rms_norm", "gated_rms_norm", "qk_norm_rope", "router", "linear_cross_entropy"),
-        *("moe_layer", "grouped_lora_mlp", "packed_experts", "dsa"),
+        *("moe_layer", "grouped_lora_mlp", "packed_experts", "attention_residual", "dsa"),
     }
 )
 """Operators that run on cut sequences: of all but the last each token's value needs no other token
-(``tests/runtime/test_fused.py::test_fused_equals_eager_on_live_models`` runs most of them so); sparse attention takes
+(``tests/runtime/test_fused.py::test_fused_equals_eager_on_live_models`` runs most of them so,
+``checks_attention_residual.py`` shows it of mixes of residual rows); sparse attention takes
 the keys of all ranks (``tests/runtime/test_context_dsa.py``)."""
 
 PRESERVED_ROUTING: str | None = f"{PARITY}::test_checkpointing_keeps_losses"

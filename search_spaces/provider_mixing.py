@@ -110,21 +110,23 @@ def attention_residual(provider: str, dtype: str, T: int, R: int, H: int) -> OpC
     )
 
 
-def residual_rows(provider: str, dtype: str, T: int, R: int, H: int, S: int) -> OpCost:
-    """What a layer that is given R rows does with them beside its two mixes: puts them side by side for each, and adds
-    to the last one twice, or once where it takes a snapshot (S = 1), whose second mix reads a row more.
+def residual_rows(provider: str, dtype: str, T: int, R: int, H: int, S: int, apart: int = 0) -> OpCost:
+    """What a layer that is given R rows does with them beside its two mixes: puts them side by side for each, unless
+    they stay ``apart``, and adds to the last one twice, or once where it takes a snapshot (S = 1), whose second mix
+    reads a row more.
 
     Backward: gradients that a row gets from both mixes are summed, and a snapshot's with those of other layers.
     """
     b = BYTES[dtype]
     y, n = T * H * b, T * R * H * b
-    forward: Moves = [(n, n), (n + S * y, n + S * y), *[(2 * y, y)] * (2 - S)]
+    joined: Moves = [] if apart else [(n, n), (n + S * y, n + S * y)]
+    forward: Moves = [*joined, *[(2 * y, y)] * (2 - S)]
     backward: Moves = [(2 * y, y)] * (2 * R)
     return by_kernels(
         "residual_rows",
         provider,
         dtype,
-        {"T": T, "R": R, "H": H, "S": S},
+        {"T": T, "R": R, "H": H, "S": S, "apart": apart},
         (moved(forward, T * H), moved(backward, T * H)),
         floor_bytes=(3 * y, y),
         floor_flops=(T * H, T * H),

@@ -16,6 +16,7 @@ import numpy as np
 from shardwright.schemas.errors import KernelError
 from shardwright.schemas.ops import OpCost, PassCost
 from shardwright.search_spaces.provider_chain import BYTES, Chain
+from shardwright.search_spaces.provider_connections import hyper_connection
 from shardwright.search_spaces.provider_delta import delta_rule, delta_rule_layer, short_conv
 from shardwright.search_spaces.provider_dsa import dsa
 from shardwright.search_spaces.provider_experts import experts_embedding, experts_loop
@@ -153,6 +154,7 @@ PROVIDER_COSTS: dict[str, Callable[..., OpCost]] = {
     "latent_moe": latent_moe,
     "attention_residual": attention_residual,
     "residual_rows": residual_rows,
+    "hyper_connection": hyper_connection,
     "situ": situ,
     "activation": activation,
     "lora_linear": lora_linear,

@@ -32,6 +32,7 @@ TERMS = {
     "attention": "attention scores",
     "norms": "norms",
     "residual_and_rotary": "residual adds and rotary embedding",
+    "residual_mixes": "mixes of residual rows",
     "adapters": "adapter products",
     "head_and_loss": "head and loss",
     "recompute": "recomputation",

@@ -17,6 +17,7 @@ from shardwright.schemas.ops import OpCost
 from shardwright.search_spaces.cost import family
 from shardwright.search_spaces.cost.fusion import FusedProviders, kernel_cost
 from shardwright.search_spaces.cost.linear_attention import chunks_of, unfused_chunks
+from shardwright.search_spaces.cost.residuals import residual_moves
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
 from shardwright.search_spaces.providers import PROVIDERS
 
@@ -155,7 +156,7 @@ def launches_of(
         add(MLP)
         add(MLP_SUMS, PLAIN)
         add(units("gate", family.gate_cost(work, fused, family.COUNTED_TOKENS, layer.mlp_width)))
-    mixed = family.residual_moves(work, layer, fused)[1]
+    mixed = residual_moves(work, layer, fused).kernels
     if mixed[0]:
         add(mixed, PLAIN)
         add(RESIDUAL_SUMS, -PLAIN)

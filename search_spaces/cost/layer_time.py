@@ -22,11 +22,12 @@ from shardwright.search_spaces.cost.compute import (
     TORCH_ADAPTER_SHARE,
     Rates,
 )
-from shardwright.search_spaces.cost.family import eager_gate, gate_cost, residual_moves
+from shardwright.search_spaces.cost.family import eager_gate, gate_cost
 from shardwright.search_spaces.cost.formats import dequantised_bytes, expert_bytes
 from shardwright.search_spaces.cost.fusion import FusedProviders, kernel_cost
 from shardwright.search_spaces.cost.launches import launches_of
 from shardwright.search_spaces.cost.plans import Array, Plans, per_value
+from shardwright.search_spaces.cost.residuals import has_rows, residual_moves
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
 from shardwright.search_spaces.providers import PROVIDERS, ROW_PASSES, provider_cost
 
@@ -108,6 +109,8 @@ def layer_time(
         "residual_and_rotary": _elementwise(work, layer, rates, fused, tokens),
         "adapters": _with_casts(work, layer, plans, rates, _adapters(work, layer, rates, fused, tokens, rows)),
     }
+    if has_rows(work):
+        terms["residual_mixes"] = _residual_mixes(work, layer, rates, fused, tokens)
     if layer.routed:
         terms["experts"] = _experts(work, layer, plans, rates, fused, rows)
         terms["expert_rows"] = _expert_rows(work, rates, fused, rows, tokens)
@@ -182,8 +185,8 @@ def _norm_costs(work: Workload, fused: FusedProviders, tokens: int) -> list[tupl
 
 
 def _elementwise(work: Workload, layer: LayerWork, rates: Rates, fused: FusedProviders, tokens: Array) -> Pair:
-    """Residual adds outside fused norms (3·b·H each), or attention residuals; rotary passes over q and k; the gate of a
-    dense MLP."""
+    """Residual adds outside fused norms (3·b·H each), where these are one row; rotary passes over q and k; the gate of
+    a dense MLP."""
     b = work.base_bytes
     adds = 2 - fused.norms(work.profile.shape.num_layers)["add_rms_norm"]
     residual = adds * 3 * b * work.hidden
@@ -199,13 +202,20 @@ def _elementwise(work: Workload, layer: LayerWork, rates: Rates, fused: FusedPro
             return tuple(float(one.bytes_read + one.bytes_written) for one in _passes(cost))
 
         gate = per_value(tokens, moved)
-    mixed, kernels = residual_moves(work, layer, fused)
-    residual = 0.0 if kernels[0] else residual
+    residual = 0.0 if has_rows(work) else residual
 
     def one(at: int) -> Array:
-        return np.asarray(
-            rates.traffic_s(tokens * (residual + turns[at] * rotary) + gate[at]) + rates.chain_s(tokens * mixed[at])
-        )
+        return np.asarray(rates.traffic_s(tokens * (residual + turns[at] * rotary) + gate[at]))
+
+    return one(0), one(1)
+
+
+def _residual_mixes(work: Workload, layer: LayerWork, rates: Rates, fused: FusedProviders, tokens: Array) -> Pair:
+    """Attention residuals or hyper-connections, with their sums: chains of torch's operators, or one kernel a mix."""
+    moved = residual_moves(work, layer, fused)
+
+    def one(at: int) -> Array:
+        return np.asarray(rates.chain_s(tokens * moved.chains[at]) + rates.traffic_s(tokens * moved.operator[at]))
 
     return one(0), one(1)
 

@@ -13,12 +13,13 @@ import numpy as np
 
 from shardwright.schemas.cluster import ClusterSpec
 from shardwright.schemas.ops import EvidenceOrigin
-from shardwright.search_spaces.cost import activations, context, family, workspaces
+from shardwright.search_spaces.cost import activations, context, workspaces
 from shardwright.search_spaces.cost.fusion import FusedProviders
 from shardwright.search_spaces.cost.memory_terms import HOST_SHARE, KEPT, PASSES, Stage, Terms, rows_of
 from shardwright.search_spaces.cost.memory_weights import adapter_shard
 from shardwright.search_spaces.cost.mixes import last_mix, mixes_of, snapshot_gradients
 from shardwright.search_spaces.cost.plans import Array, Plans, per_value
+from shardwright.search_spaces.cost.residuals import has_snapshots
 from shardwright.search_spaces.cost.routing import MEMORY_QUANTILE
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
 from shardwright.search_spaces.providers import PROVIDERS, loss_bytes
@@ -30,7 +31,7 @@ def kept_bytes(
     """What one layer of this kind keeps without checkpointing; ``summed``: its share of what all layers keep."""
     rows = rows_of(work, plans, tokens, MEMORY_QUANTILE, summed=summed)
     copies = activations.adapter_copies_bytes(work, layer, plans)
-    mixed = tokens * mixes_of(work, layer, mean=summed).kept
+    mixed = tokens * mixes_of(work, layer, fused, mean=summed).kept
     return np.asarray(activations.layer_bytes(work, layer, tokens, rows, fused, plans.expert_tp) + copies + mixed)
 
 
@@ -112,9 +113,14 @@ def add_activations(
         own = workspaces.backward_workspace_bytes(work, layer, tokens, rows, fused, kept, plans.expert_tp, again > 0)
         repeated = workspaces.recomputing_workspace_bytes(work, layer, fused, tokens, kept)
         together = np.maximum(together, np.where(again > 0, kept + np.maximum(own, repeated), own))
-    mix = last_mix(work)
+    mix = last_mix(work, fused)
     together = np.maximum(together, tokens * (mix.first + mix.first_backward))
-    terms.add("last_mix", tokens * mix.first, ("loss",), "4·R·H a token: the rows of the last mix in fp32")
+    terms.add(
+        "last_mix",
+        tokens * mix.first,
+        ("loss",),
+        "4·R·H a token, the rows of the last mix in fp32; 4·(2·R + 1) by a kernel",
+    )
     formula = "b·H a token of each snapshot, gathered from all layers that read it"
     terms.add("snapshot_gradients", tokens * snapshot_gradients(work), ("backward_peak",), formula)
     backward = np.maximum(together - recomputed - free - root, 0.0)
@@ -132,7 +138,7 @@ def add_activations(
 
 def _kept_input(work: Workload, fused: FusedProviders, tokens: Array) -> Array:
     """A layer's input where its first norm keeps just that: a recomputed layer has it in any case."""
-    one_row = work.profile.shape.residual_streams == 1 and not family.has_snapshots(work)
+    one_row = work.profile.shape.residual_streams == 1 and not has_snapshots(work)
     own = fused.norms(work.profile.shape.num_layers)["eager"] < 1 and one_row
     return np.asarray(tokens * work.base_bytes * work.hidden if own else np.zeros_like(tokens))
 

@@ -2,8 +2,9 @@
 
 Kimi K3's mix holds its R rows in fp32 from forward to backward, ``4·R·H``; in forward the rows side by side and their
 product with the weights besides, ``(b + 4)·R·H``; in backward five more of the fp32 size. Counted from the model's own
-code (``checkpoints/models/kimi_k3/residuals.py``). A hyper-connection reads and writes N streams: ``CONNECTIONS`` times
-``b·N·H``, of the families' own code. No operator replaces either yet; other families have neither.
+code (``checkpoints/models/kimi_k3/residuals.py``). By a kernel it holds ``4·(2·R + 1)``, two numbers of each row, and
+in backward the gradients of its rows (``kernels/attention_residual``). A hyper-connection reads and writes N streams:
+``CONNECTIONS`` times ``b·N·H``, of the families' own code, which no operator replaces. Other families have neither.
 
 Legend: H hidden, R rows that a mix reads: snapshots and the running sum; N residual streams; b bytes a value.
 """
@@ -12,11 +13,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.search_spaces.cost.family import SNAPSHOT_LAYERS, rows_at_end, rows_of_layer
+from shardwright.search_spaces.cost.fusion import FusedProviders
+from shardwright.search_spaces.cost.residuals import (
+    SNAPSHOT_LAYERS,
+    provider_of_mixes,
+    rows_at_end,
+    rows_of_layer,
+)
 from shardwright.search_spaces.cost.workload import LayerWork, Workload
 
 ALIVE_IN_BACKWARD = 5
 """Tensors of the fp32 size that a mix's backward holds beside what was kept."""
+
+STATISTIC_BYTES = 4
+"""Of one number that the kernel keeps: a row's length, its logit, a token's sum."""
 
 CONNECTIONS = {
     "deepseek_v4": (3.8, 2.3, 10.2),
@@ -49,7 +59,7 @@ class Mixes:
         return self.first + self.second
 
 
-def mixes_of(work: Workload, layer: LayerWork, *, mean: bool = False) -> Mixes:
+def mixes_of(work: Workload, layer: LayerWork, fused: FusedProviders, *, mean: bool = False) -> Mixes:
     """Of the layer with most rows of a kind; ``mean``: of a kind's layers, for what they keep together."""
     block = SNAPSHOT_LAYERS.get(work.profile.model_type)
     if block is None:
@@ -57,13 +67,13 @@ def mixes_of(work: Workload, layer: LayerWork, *, mean: bool = False) -> Mixes:
     given = [rows_of_layer(index, block) for index in layer.kind.layer_indices]
     before, after = [rows for rows, _ in given], [rows + taken for rows, taken in given]
     count = len(given) if mean else 1
-    return _mixes(work, *((sum(rows) if mean else max(rows)) / count for rows in (before, after)))
+    return _mixes(work, fused, *((sum(rows) if mean else max(rows)) / count for rows in (before, after)))
 
 
-def last_mix(work: Workload) -> Mixes:
+def last_mix(work: Workload, fused: FusedProviders) -> Mixes:
     """The mix before the last norm: ``first``."""
     block = SNAPSHOT_LAYERS.get(work.profile.model_type)
-    return Mixes() if block is None else _mixes(work, rows_at_end(work.profile.shape.num_layers, block), 0)
+    return Mixes() if block is None else _mixes(work, fused, rows_at_end(work.profile.shape.num_layers, block), 0)
 
 
 def snapshot_gradients(work: Workload) -> float:
@@ -74,8 +84,11 @@ def snapshot_gradients(work: Workload) -> float:
     return work.base_bytes * work.hidden * (rows_at_end(work.profile.shape.num_layers, block) - 1)
 
 
-def _mixes(work: Workload, before: float, after: float) -> Mixes:
+def _mixes(work: Workload, fused: FusedProviders, before: float, after: float) -> Mixes:
     wide, b = 4 * work.hidden, work.base_bytes * work.hidden
+    if provider_of_mixes(fused) == "shardwright":
+        first, second = (STATISTIC_BYTES * (2 * rows + 1) if rows else 0.0 for rows in (before, after))
+        return Mixes(first, second, 0.0, *(b * (rows + 1) if rows else 0.0 for rows in (before, after)))
     backward = (ALIVE_IN_BACKWARD * wide * rows + b if rows else 0.0 for rows in (before, after))
     return Mixes(wide * before, wide * after, (wide + b) * max(before, after), *backward)
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardwright.search_spaces.cost.family import last_mix_moves
 from shardwright.search_spaces.cost.host import waits
 from shardwright.search_spaces.cost.memory_weights import adapter_shard
 from shardwright.search_spaces.cost.plans import Array, per_value
+from shardwright.search_spaces.cost.residuals import last_mix_moves
 
 if TYPE_CHECKING:
     from shardwright.schemas.ops import PassCost
@@ -24,7 +24,8 @@ FORMULAS = {
     "dense_linears": "m·L·4·T·N_dense flops (forward and input gradient), or weights and activations moved",
     "attention": "m·L·2·S·T·n·d flops causal, backward 3× (CPU 2.5×); latent, linear and sparse by their own",
     "norms": "bytes of two norms per layer by the chosen provider",
-    "residual_and_rotary": "bytes of residual adds or mixes, rotary and the dense gate",
+    "residual_and_rotary": "bytes of residual adds, rotary and the dense gate",
+    "residual_mixes": "bytes of a layer's two mixes of residual rows or streams, and of its sums",
     "adapters": "2·r·(in + out) per token or row, backward 2×; larger of flops and bytes",
     "experts": "12·R·H·I flops plus weights and rows moved, R of the fullest rank",
     "expert_rows": "sort, gather, activation, weighting, combine: 24 + 12 passes over R·H when eager",
@@ -101,12 +102,13 @@ def head_and_loss(step: Step) -> None:
         return tuple(found)
 
     numbers = per_value(step.tokens, counted)
-    mixed, kernels = last_mix_moves(work, step.fused)
+    mix = last_mix_moves(work, step.fused)
     seconds = np.zeros(len(step.plans))
     for at, (flops, products, beside, launches) in enumerate((numbers[:4], numbers[4:])):
         spent = step.rates.gemm_s(flops, products, step.tokens) + step.rates.traffic_s(beside)
-        spent = spent + step.rates.chain_s(mixed[at] * step.tokens)
-        launches = launches + kernels[at]
+        spent = spent + step.rates.chain_s(mix.chains[at] * step.tokens)
+        spent = spent + step.rates.traffic_s(mix.operator[at] * step.tokens)
+        launches = launches + mix.kernels[at]
         step.launching_s = step.launching_s + step.m * step.wait_s(spent, launches)
         seconds = seconds + spent
     formula = "4·T·H·V flops, and the logits' passes through memory beside the products' own"

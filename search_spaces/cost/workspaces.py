@@ -45,7 +45,7 @@ def attention_workspace_bytes(work: Workload, layer: LayerWork, fused: FusedProv
 
 def after_attention_bytes(work: Workload, layer: LayerWork, fused: FusedProviders, tokens: Any, kept: Any) -> Any:
     """Of what a layer keeps, the part that its backward has freed when it comes to attention."""
-    before = attention_bytes(work, layer, fused) + residual_bytes(work, fused) / 2 + mixes_of(work, layer).first
+    before = attention_bytes(work, layer, fused) + residual_bytes(work, fused) / 2 + mixes_of(work, layer, fused).first
     return kept - tokens * before
 
 
@@ -68,7 +68,7 @@ def forward_workspace_bytes(
         behind = behind + tokens * b * (work.recipe.batch.sequence_tokens + result)
     behind = np.minimum(behind, kept)
     own = np.maximum(tokens * b * (work.hidden + layer.mlp_width) + routed, attention - behind)
-    return np.maximum(own, tokens * mixes_of(work, layer).passing - behind)
+    return np.maximum(own, tokens * mixes_of(work, layer, fused).passing - behind)
 
 
 def routed_forward_bytes(work: Workload, layer: LayerWork, rows: Any, fused: FusedProviders, expert_tp: Any = 1) -> Any:
@@ -114,7 +114,7 @@ def backward_workspace_bytes(
     mlp = gradients + np.maximum(routed - let_go, 0.0)
     attention = tokens * (attention_workspace_bytes(work, layer, fused, True) + 2 * b * work.hidden)
     behind = after_attention_bytes(work, layer, fused, tokens, kept)
-    mixes = mixes_of(work, layer)
+    mixes = mixes_of(work, layer, fused)
     second = tokens * (mixes.second_backward + mixes.second) - behind
     first = tokens * (mixes.first_backward + mixes.first) - kept
     return np.maximum(np.maximum(mlp, attention - behind), np.maximum(first, second))

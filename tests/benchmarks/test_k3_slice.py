@@ -40,13 +40,14 @@ def test_decisions_bind_every_place(tmp_path: Path) -> None:
     side = build(what, (), torch.float32)
     experts = [module for module in side.model.modules() if isinstance(module, LoraExperts)]
     assert len(experts) == 3 and all(one.packing == "mxfp4" for one in experts)
-    found = decisions(side.model, k3_slice.FUSIONS)
+    found = decisions(side.model, (*k3_slice.FUSIONS, "attention_residual"))
     by_op: dict[str, int] = {}
     for one in found:
         by_op[one.op] = by_op.get(one.op, 0) + len(one.modules)
     norms = 4 * 2 + 1 + 3 + 2
     assert by_op == {
         "packed_experts": 3, "router": 3, "rms_norm": norms, "kda": 2, "dsa": 2, "linear_cross_entropy": 1,
+        "attention_residual": 4 * 2 + 1,
     }  # fmt: skip
     constants = next(one.constants for one in found if one.op == "packed_experts")
     assert (constants["activation"], constants["limit"], constants["alpha"]) == ("situ", "4", "25")
@@ -95,7 +96,8 @@ def test_rows_of_fused_modules_are_dense(case: str, tmp_path: Path) -> None:
 
         return hook
 
-    names = {name for one in decisions(side.model, k3_slice.FUSIONS) for name in one.modules}
+    fusions = (*k3_slice.FUSIONS, "attention_residual")
+    names = {name for one in decisions(side.model, fusions) for name in one.modules}
     for name in names:
         side.model.get_submodule(name).register_forward_pre_hook(look(name))
     with torch.no_grad():

@@ -32,6 +32,7 @@ SHAPES: dict[str, Shape] = {
     "rms_norm": {"T": 6, "H": 128},
     "add_rms_norm": {"T": 6, "H": 128},
     "gated_rms_norm": {"T": 3, "H": 2, "D": 128},
+    "attention_residual": {"T": 6, "R": 2, "H": 128},
     "latent_norm": {"T": 6, "W": 160, "H": 128},
     "qk_norm_rope": {"T": 5, "Q": 4, "K": 2, "D": 128, "W": 128},
     "router": {"T": 16, "E": 128, "k": 8},

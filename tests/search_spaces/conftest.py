@@ -1,7 +1,8 @@
-"""Checkpoint profiles and LoRA targets of known shapes, built by hand."""
+"""Checkpoint profiles and LoRA targets of known shapes, built by hand; makes ``operators_seen`` importable."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,8 @@ from shardwright.schemas.profile import (
 )
 from shardwright.schemas.recipe import BatchSpec, DataSpec, LoraSpec, PrecisionSpec, Recipe
 from shardwright.search_spaces.catalogue import load_cluster
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 H64 = "ab" * 32
 

@@ -15,6 +15,7 @@ from shardwright.agents.structure.patterns.experts_embedding import ExpertsEmbed
 from shardwright.agents.structure.patterns.experts_loop import ExpertsLoop
 from shardwright.agents.structure.patterns.gate_up_merge import GateUpMerge
 from shardwright.agents.structure.patterns.gated_rms_norm import GatedRmsNorm
+from shardwright.agents.structure.patterns.hyper_connection import HyperConnection
 from shardwright.agents.structure.patterns.latent_moe import LatentMoe
 from shardwright.agents.structure.patterns.latent_norm import LatentNorm
 from shardwright.agents.structure.patterns.linear_cross_entropy import LinearCrossEntropy
@@ -53,6 +54,7 @@ PATTERNS: tuple[Pattern, ...] = (
     Mla(),
     GatedLatentAttention(),
     AttentionResidual(),
+    HyperConnection(),
     Activation(),
     LoraLinear(),
 )

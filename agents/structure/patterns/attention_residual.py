@@ -2,33 +2,38 @@
 
 Forms: ``scored`` weighs rows by ``softmax(row · (norm × projection) / rms(row))`` and mixes the rows as they are
 (arXiv 2603.15031); ``attended`` weighs normalised rows by one learned query and mixes the normalised rows.
+Rows put side by side for the mix alone are inputs one by one, ``row_0`` the first; else ``rows`` is one tensor.
 Legend: B batch, T tokens, R rows (snapshots and the running sum), H hidden.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from shardwright.agents.structure.canonical import CanonicalGraph
 from shardwright.agents.structure.capture import CapturedGraph
+from shardwright.agents.structure.differential import float_cases
 from shardwright.agents.structure.interpret import Sizes
 from shardwright.agents.structure.patterns.base import Match, Pattern, Tensors, VariantSpec, View, below, holder
-from shardwright.agents.structure.patterns.rms_norm import normalised
+from shardwright.agents.structure.patterns.rms_norm import normalised, sole_content
 from shardwright.schemas.fusion import VariantPredicate
 from shardwright.schemas.graph import OpNode
 
-NO_OPERATOR = "no operator mixes rows under an attention residual's weights"
+OPERATOR = "attention_residual"
+RECOMPILED = "torch compiles the mix again for each number of rows, and stops at eight"
+ROW = "row_"
 
 
 class AttentionResidual(Pattern):
     """Weights of the rows and their mix, as one operator."""
 
     name = "attention_residual"
-    version = 1
+    version = 2
     title = "Attention residual"
-    strided = ("rows",)
 
     def find(self, captured: CapturedGraph, graph: CanonicalGraph) -> tuple[Match, ...]:
         view = View(graph)
@@ -54,7 +59,7 @@ class AttentionResidual(Pattern):
             for user in view.graph.users(mixed.id):
                 if view.is_op(user, "cast", 1) and rows.output and user.arguments == {"dtype": rows.output.dtype}:
                     y, narrowed = user, True
-            nodes = {"rows": rows, "norm": leaves[0], "projection": leaves[1]}
+            nodes = _rows(view, rows) | {"norm": leaves[0], "projection": leaves[1]}
             constants = {"form": "scored", "eps": eps[1], "cast": cast, "narrowed": narrowed}
             return self._bound(captured, graph, nodes, y, constants)
         return None
@@ -89,16 +94,17 @@ class AttentionResidual(Pattern):
         constants: dict[str, Any],
     ) -> Match | None:
         leaves = {role: node for role, node in nodes.items() if node.kind == "parameter"}
-        anchor = holder(*(node.target for node in leaves.values()))
-        roles = {role: below(node.target, anchor) for role, node in leaves.items()}
-        if len(leaves) != len(nodes) - 1 or None in roles.values():
+        if set(leaves) not in ({"norm", "projection"}, {"query"}):
             return None
-        named = {role: str(name) for role, name in roles.items()}
+        around = below(nodes["norm"].target, y.module_path) if "norm" in nodes else None
+        anchor = y.module_path if around is not None else holder(*(node.target for node in leaves.values()))
+        names = {role: below(node.target, anchor) for role, node in leaves.items()}
+        roles = {role: name for role, name in names.items() if name is not None}
         inputs = {role: node.id for role, node in nodes.items()}
-        return self.bind(captured, graph, inputs, {"y": y.id}, constants, anchor, named)
+        return self.bind(captured, graph, inputs, {"y": y.id}, constants, anchor, roles)
 
     def reference(self, values: Tensors, constants: dict[str, Any]) -> Tensors:
-        rows = values["rows"]
+        rows = values["rows"] if "rows" in values else torch.stack(apart(values), dim=-2)
         wide = rows.to(torch.float32) if constants["cast"] else rows
         if constants["form"] == "attended":
             hidden = rows.shape[-1]
@@ -114,7 +120,8 @@ class AttentionResidual(Pattern):
 
     def oracle(self, values: Tensors, constants: dict[str, Any]) -> Tensors:
         """Row by row, by the exponentials themselves less the largest."""
-        rows, hidden = values["rows"], values["rows"].shape[-1]
+        rows = values["rows"] if "rows" in values else torch.cat([row.unsqueeze(-2) for row in apart(values)], dim=-2)
+        hidden = rows.shape[-1]
         length = torch.sqrt((rows * rows).sum(-1) + hidden * constants["eps"])
         normed = rows * (hidden**0.5) / length.unsqueeze(-1)
         if constants["form"] == "attended":
@@ -128,9 +135,15 @@ class AttentionResidual(Pattern):
         return {"y": torch.einsum("...r,...rh->...h", weights, rows)}
 
     def cases(self, match: Match, sizes: Sizes) -> dict[str, Tensors]:
-        """Rows that differ: among equal ones the weights' gradients are nothing but rounding."""
-        cases = super().cases(match, sizes)
-        cases["one-hot"]["rows"] = cases["normal"]["rows"]
+        """Rows that differ, and weights that are all felt: among equal rows, or under one weight that is all but 1, the
+        weights' gradients are nothing but rounding."""
+        shapes = {role: sizes.shape(match.region.spec(role).shape) for role in match.region.inputs}
+        rows = tuple(role for role in shapes if role == "rows" or role.startswith(ROW))
+        cases = float_cases(shapes, seed=7, strided=rows)
+        normal = cases["normal"]
+        cases["one-hot"] |= {role: normal[role] for role in rows}
+        for name in ("huge-row", "zero-row"):
+            cases[name] |= {role: normal[role] for role in shapes if role not in rows[:1]}
         return cases
 
     def gradients(self, match: Match) -> tuple[str, ...]:
@@ -138,14 +151,72 @@ class AttentionResidual(Pattern):
 
     def variants(self) -> tuple[VariantSpec, ...]:
         anywhere = VariantPredicate(tp_max=1, device_types=("cuda", "cpu"))
+        kernel = VariantPredicate(tp_max=1, lora_inside=False, device_types=("cuda",))
         return (
-            VariantSpec("compile", "compile", "-", anywhere, not_installable=NO_OPERATOR),
+            VariantSpec("kernel", "shardwright", OPERATOR, kernel, forms=("scored",)),
+            VariantSpec("compile", "compile", "-", anywhere, not_installable=RECOMPILED),
             VariantSpec("eager", "eager", "-", anywhere),
         )
 
+    def refuses(self, match: Match, spec: VariantSpec) -> str:
+        """A worker exchanges a module that gets the rows one by one and computes nothing but their mix."""
+        if spec.provider != "shardwright":
+            return ""
+        if "rows" in match.region.inputs:
+            return "the rows come as one tensor, and the operator reads each where it lies"
+        return sole_content(match) or _called_otherwise(match)
+
+    def must_verify(self, match: Match, spec: VariantSpec) -> tuple[str, ...]:
+        return (OPERATOR,) if spec.op == OPERATOR else ()
+
+    def kernel_reference(self, match: Match) -> Callable[[Tensors], Tensors] | None:
+        if match.constants["form"] != "scored" or "rows" in match.region.inputs:
+            return None
+        from shardwright.kernels.attention_residual.reference import attention_residual_reference
+
+        def run(values: Tensors) -> Tensors:
+            eps = match.constants["eps"]
+            return {"y": attention_residual_reference(apart(values), values["norm"], values["projection"], eps)}
+
+        return run
+
+    def check_kernel(self, match: Match, op: str, dtype: torch.dtype) -> bool:
+        from shardwright.kernels.attention_residual import contract
+
+        made = {
+            role: torch.empty(match.region.spec(role).shape, dtype=dtype, device="meta") for role in match.region.inputs
+        }
+        contract.check_static(apart(made), made["norm"], made["projection"], match.constants["eps"])
+        return True
+
     def cost_shape(self, match: Match, tokens: int) -> dict[str, int]:
-        shape = match.region.spec("rows").shape
-        return {"T": tokens, "R": shape[-2], "H": shape[-1]}
+        if "rows" in match.region.inputs:
+            shape = match.region.spec("rows").shape
+            return {"T": tokens, "R": shape[-2], "H": shape[-1]}
+        rows = [role for role in match.region.inputs if role.startswith(ROW)]
+        return {"T": tokens, "R": len(rows), "H": match.region.spec(rows[0]).shape[-1]}
+
+
+def apart(values: Tensors) -> list[torch.Tensor]:
+    """Rows in their order."""
+    return [values[f"{ROW}{place}"] for place in range(sum(role.startswith(ROW) for role in values))]
+
+
+def _rows(view: View, rows: OpNode) -> dict[str, OpNode]:
+    """Rows by role: one by one where they are put side by side for this mix alone."""
+    alone = rows.kind == "op" and rows.target == "stack" and rows.arguments.get("dim") == -2
+    if not alone or len(view.graph.users(rows.id)) != 1 or len(set(rows.inputs)) != len(rows.inputs):
+        return {"rows": rows}
+    return {f"{ROW}{place}": view.operand(rows, place) for place in range(len(rows.inputs))}
+
+
+def _called_otherwise(match: Match) -> str:
+    """Why the module's forward is not (rows, projection); empty where it is."""
+    inner = match.anchor.removeprefix(match.captured.module_path).removeprefix(".")
+    given = list(inspect.signature(type(match.captured.module.get_submodule(inner)).forward).parameters)[1:]
+    return (
+        "" if given == ["rows", "projection"] else f"{match.anchor} takes {', '.join(given)}, not rows and a projection"
+    )
 
 
 def _inverse_rms(view: View, node: OpNode) -> tuple[OpNode, float] | None:

@@ -23,7 +23,7 @@ from shardwright.checkpoints.models.kimi_k3.configuration import KimiK3Config, K
 from shardwright.checkpoints.models.kimi_k3.feed_forward import FeedForward, LatentMoE
 from shardwright.checkpoints.models.kimi_k3.names import register
 from shardwright.checkpoints.models.kimi_k3.norms import RMSNorm
-from shardwright.checkpoints.models.kimi_k3.residuals import read
+from shardwright.checkpoints.models.kimi_k3.residuals import ResidualMix
 from shardwright.checkpoints.models.kimi_k3.vision import Projector, VisionTower
 from shardwright.schemas.errors import RecipeError
 
@@ -45,7 +45,7 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
             self.feed_forward_name, LatentMoE(config) if sparse else FeedForward(config, config.intermediate_size)
         )
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
-        self.self_attention_res_norm, self.mlp_res_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
+        self.self_attention_res_norm, self.mlp_res_norm = ResidualMix(hidden, eps), ResidualMix(hidden, eps)
         self.self_attention_res_proj = nn.Linear(hidden, 1, bias=False)
         self.mlp_res_proj = nn.Linear(hidden, 1, bias=False)
         self.snapshot = layer_idx % config.attn_res_block_size == 0
@@ -58,15 +58,14 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         Args:
             snapshots: each ``[B, T, H]``, the oldest first.
         """
-        first, second = self.self_attention_res_norm, self.mlp_res_norm
-        mixed = read((*snapshots, hidden_states), first.weight, self.self_attention_res_proj.weight, first.eps)
+        mixed = self.self_attention_res_norm((*snapshots, hidden_states), self.self_attention_res_proj.weight)
         normed = self.input_layernorm(mixed)
         value = self.self_attn(normed, attention_mask) if self.full else self.self_attn(normed)
         if self.snapshot:
             snapshots, total = (*snapshots, hidden_states), value
         else:
             total = hidden_states + value
-        mixed = read((*snapshots, total), second.weight, self.mlp_res_proj.weight, second.eps)
+        mixed = self.mlp_res_norm((*snapshots, total), self.mlp_res_proj.weight)
         feed_forward = getattr(self, self.feed_forward_name)
         return total + feed_forward(self.post_attention_layernorm(mixed))
 
@@ -90,7 +89,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
         self.layers = nn.ModuleList(KimiK3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.output_attn_res_norm = RMSNorm(hidden, eps)
+        self.output_attn_res_norm = ResidualMix(hidden, eps)
         self.output_attn_res_proj = nn.Linear(hidden, 1, bias=False)
         self.norm = RMSNorm(hidden, eps)
         self.post_init()
@@ -116,8 +115,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
             given, hidden = hidden, layer(hidden, attention_mask, *snapshots)
             if layer.snapshot:
                 snapshots = (*snapshots, given)
-        last = self.output_attn_res_norm
-        return self.norm(read((*snapshots, hidden), last.weight, self.output_attn_res_proj.weight, last.eps))
+        return self.norm(self.output_attn_res_norm((*snapshots, hidden), self.output_attn_res_proj.weight))
 
 
 def documents_mask(positions: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:

@@ -13,7 +13,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwright.checkpoints.models.kimi_k3.norms import wide
+from shardwright.checkpoints.models.kimi_k3.norms import RMSNorm, wide
+
+
+class ResidualMix(RMSNorm):
+    """The mix before one sub-layer. Its weight is the norm's; the projection is its neighbour in the files."""
+
+    def forward(self, rows: Sequence[Tensor], projection: Tensor) -> Tensor:  # type: ignore[override]
+        """Rows ``[B, T, H]``, the running sum last, and ``[1, H]`` → ``[B, T, H]``."""
+        return read(rows, self.weight, projection, self.eps)
 
 
 def mix(state: Tensor, norm: Tensor, projection: Tensor, eps: float) -> Tensor:

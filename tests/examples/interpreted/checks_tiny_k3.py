@@ -28,6 +28,8 @@ from shardwright.agents.structure.join import recertify  # noqa: E402
 from shardwright.agents.structure.run import run_structure  # noqa: E402
 from shardwright.checkpoints.profile import profile_checkpoint  # noqa: E402
 from shardwright.checkpoints.targets import resolve_targets  # noqa: E402
+from shardwright.kernels.evidence import EvidenceStore  # noqa: E402
+from shardwright.kernels.registry import source_sha256  # noqa: E402
 from shardwright.runtime.device import open_device  # noqa: E402
 from shardwright.runtime.experts.balance import LoadMeter  # noqa: E402
 from shardwright.runtime.files import open_files  # noqa: E402
@@ -38,6 +40,7 @@ from shardwright.runtime.losses import logits_of, summed_loss  # noqa: E402
 from shardwright.runtime.mesh import open_mesh  # noqa: E402
 from shardwright.runtime.ownership import owned_parameters  # noqa: E402
 from shardwright.schemas.fusion import FusionDecision, FusionProposal  # noqa: E402
+from shardwright.schemas.ops import MeasuredTime  # noqa: E402
 from shardwright.schemas.recipe import Recipe  # noqa: E402
 from shardwright.schemas.strategy import Mesh, ParallelStrategy  # noqa: E402
 from shardwright.search_spaces.catalogue import load_cluster  # noqa: E402
@@ -60,12 +63,35 @@ class Planned:
         return tuple(one for one in own if not patterns or one.pattern in patterns)
 
 
+def verified_mixes(path: Path) -> Path:
+    """A file that says what a device's would: the mix of residual rows is verified at its present source."""
+    time = MeasuredTime(
+        op="attention_residual",
+        provider="shardwright",
+        pass_name="fwd",
+        device="none",
+        driver="none",
+        versions={},
+        source_sha256=source_sha256("attention_residual"),
+        shape_bucket="none",
+        dtype="bfloat16",
+        median_ms=1.0,
+        floor_ms=1.0,
+        peak_bytes=0,
+        repeats=1,
+        date="2026-12-01",
+    )
+    EvidenceStore(path).add([time])
+    return path
+
+
 @pytest.fixture(scope="module")
-def planned() -> Planned:
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Planned:
+    own = verified_mixes(tmp_path_factory.mktemp("evidence") / "own.jsonl")
     folder = EXAMPLE / "checkpoint"
     recipe = Recipe.model_validate(yaml.safe_load((EXAMPLE / "recipe.yaml").read_text()))
     profile, cluster = profile_checkpoint(folder), load_cluster("h200-1")
-    found = run_structure(folder, profile, cluster, recipe)
+    found = run_structure(folder, profile, cluster, recipe, (own,))
     proposals, decisions = recertify(found.proposals, ParallelStrategy(mesh=Mesh()), cluster, recipe)
     return Planned(recipe, proposals, decisions)
 
@@ -144,7 +170,7 @@ def test_every_part_of_the_family_is_found_and_proved(planned: Planned) -> None:
     assert {name: kinds - legal.get(name, set()) for name, kinds in wanted.items()} == {name: set() for name in wanted}
 
 
-@pytest.mark.parametrize("pattern", ["rms_norm", "gated_rms_norm", "router"])
+@pytest.mark.parametrize("pattern", ["rms_norm", "gated_rms_norm", "router", "attention_residual"])
 def test_each_operator_that_the_plan_chooses_equals_none(planned: Planned, one_rank: Any, pattern: str) -> None:
     decisions = planned.kernels(pattern)
     model, switches = live(planned, one_rank, decisions)

@@ -1,0 +1,1 @@
+"""Attention residuals: a softmax mix of residual rows, weighed by their own normalised values; one kernel each way."""
