@@ -185,7 +185,11 @@ class Rules:
         self.ignored = [re.compile(pattern) for pattern in ignored]
 
     def rename(self, name: str) -> tuple[str, int, str]:
-        """(parameter or layer name, converter's place or -1, source pattern that matched)."""
+        """(parameter or layer name, converter's place or -1, source pattern that matched).
+
+        A name that is the model's own stays where the rules lead nowhere: files that transformers itself has saved keep
+        some (DeepSeek-V4's ``model.norm.weight``, which a rule for an inner norm also fits).
+        """
         renamed = name
         for one in self.renamings:
             renamed, _ = one.rename_source_key(renamed)
@@ -195,7 +199,8 @@ class Rules:
             if matched is not None:
                 place, pattern = index, matched
                 break
-        return self.with_prefix(renamed), place, pattern
+        found = self.with_prefix(renamed)
+        return (name, -1, "") if found not in self.known and name in self.known else (found, place, pattern)
 
     def with_prefix(self, name: str) -> str:
         """A base model's files load into the model with a head, and the reverse."""

@@ -37,6 +37,9 @@ ALL_LINEAR_ROLES: tuple[Role, ...] = ("attention", "experts", "shared_experts", 
 MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Families in which PEFT refuses ``out_proj``; their attention calls its own output ``o_proj``."""
 
+GROUPED: dict[str, tuple[str, ...]] = {"deepseek_v4": (".self_attn.o_a_proj.weight",)}
+"""Family → weights of subclasses of ``nn.Linear`` that are no linear map of their whole input; endings of names."""
+
 _COMPONENT_ROLE: dict[str, Role] = {
     "attention": "attention",
     "linear_attention": "attention",
@@ -76,10 +79,13 @@ def adaptable(parameter: str, shape: tuple[int, ...]) -> bool:
     return component not in ("embedding", "norms") and "embed" not in parameter.rsplit(".", 2)[-2]
 
 
-def loadable(parameter: str, model_type: str) -> bool:
-    """Whether PEFT loads an adapter of this weight: not of a Mamba layer's output, which fused kernels read past its
-    module."""
-    return model_type not in MAMBA or not parameter.endswith(".out_proj.weight")
+def left_out(parameter: str, model_type: str) -> str:
+    """Why no adapter of this weight can be run and loaded; empty where one can."""
+    if model_type in MAMBA and parameter.endswith(".out_proj.weight"):
+        return "fused kernels read it past its module, and PEFT refuses it"
+    if parameter.endswith(GROUPED.get(model_type, ())):
+        return "it multiplies groups of its input, each by rows of its own, which A and B of one matrix cannot"
+    return ""
 
 
 def matches(pattern: str, parameter: str) -> bool:
@@ -102,13 +108,15 @@ def resolve_targets(
         Targets in the model's order, each weight once.
 
     Raises:
-        LegalityError: ``target-matches-nothing``, ``rank-pattern-matches-nothing``, ``shared-matches-nothing``,
-            ``router-target``, ``unknown-expert-layout``, ``experts-not-adapted``.
+        LegalityError: ``target-matches-nothing``, ``target-left-out``, ``rank-pattern-matches-nothing``,
+            ``shared-matches-nothing``, ``router-target``, ``unknown-expert-layout``, ``experts-not-adapted``.
         RecipeError: ``expert-dropout``, ``router-dropout``.
     """
-    candidates = {
-        name: shape for name, shape in parameter_shapes.items() if adaptable(name, shape) and loadable(name, model_type)
-    }
+    candidates = {name: shape for name, shape in parameter_shapes.items() if adaptable(name, shape)}
+    frozen = {name: why for name in candidates if (why := left_out(name, model_type))}
+    candidates = {name: shape for name, shape in candidates.items() if name not in frozen}
+    for target in lora.targets:
+        _refuse_left_out(target, frozen, candidates)
     why = not_adapted(model_type)
     if why and any(role_of(name, len(shape)) == "experts" for name, shape in parameter_shapes.items()):
         candidates = {name: shape for name, shape in candidates.items() if role_of(name, len(shape)) != "experts"}
@@ -158,6 +166,18 @@ def resolve_targets(
             next_action="set dropout to 0, or target attention only",
         )
     return targets
+
+
+def _refuse_left_out(target: str, frozen: dict[str, str], candidates: dict[str, tuple[int, ...]]) -> None:
+    """A pattern that names nothing but weights without adapters is told why; a role goes without them."""
+    named = [name for name in frozen if matches(target, name)]
+    if named and target not in (*ROLES, ALL_LINEAR) and not any(matches(target, name) for name in candidates):
+        raise LegalityError(
+            "target-left-out",
+            f"target {target!r} names {named[0]}: {frozen[named[0]]}",
+            where="recipe.lora.targets",
+            next_action="remove it; the role it belongs to takes every other matrix of its layer",
+        )
 
 
 def _asks_for_experts(target: str, parameter_shapes: dict[str, tuple[int, ...]]) -> bool:

@@ -108,6 +108,23 @@ TINY: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
         "eos_token_id": 1,
     },
+    "deepseek_v4": {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "q_lora_rank": 24,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "o_groups": 4,
+        "o_lora_rank": 16,
+        "index_n_heads": 4,
+        "index_head_dim": 16,
+        "index_topk": 4,
+        "sliding_window": 8,
+    },
 }
 CLASSES = {
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
@@ -117,6 +134,7 @@ CLASSES = {
     "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
     "kimi_linear": ("KimiLinearConfig", "KimiLinearForCausalLM"),
+    "deepseek_v4": ("DeepseekV4Config", "DeepseekV4ForCausalLM"),
 }
 """Case name → transformers' classes."""
 

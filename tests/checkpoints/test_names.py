@@ -42,7 +42,11 @@ def rewrite(folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], 
     return to
 
 
-@pytest.mark.parametrize("case", ["mixtral", "t-lora", "t-qw", "t-dsv3", "granitemoe", "gpt_oss", "kimi_linear"])
+CASES = ("mixtral", "t-lora", "t-qw", "t-dsv3", "granitemoe", "gpt_oss", "kimi_linear", "deepseek_v4")
+"""``deepseek_v4`` is saved with ``model.norm.weight``, which a rule for the norm of an inner module also fits."""
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_every_value_is_the_one_transformers_loads(save_tiny: Any, case: str) -> None:
     folder, model = save_tiny(case)
     names, reader, shapes = load(folder)
@@ -169,6 +173,22 @@ def test_a_base_models_files_load_into_the_model_with_a_head(mixtral: tuple[Path
 
     names, _, _ = load(rewrite(mixtral[0], tmp_path / "a", strip))
     assert (names.missing(), names.unused()) == ((), ())
+
+
+def test_deepseek_v4s_published_names_are_read_too(save_tiny: Any, tmp_path: Path) -> None:
+    """``embed.weight``, ``norm.weight``, ``layers.0.attn…``: without the prefix that transformers saves."""
+    folder, model = save_tiny("deepseek_v4")
+    other = {f"hc_head.hc_{part}": f"hc_head_{part}" for part in ("fn", "base", "scale")}
+
+    def publish(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            bare = name.removeprefix("model.").replace("embed_tokens.weight", "embed.weight")
+            tensors[other.get(bare, bare)] = tensors.pop(name)
+
+    names, reader, shapes = load(rewrite(folder, tmp_path / "a", publish))
+    assert (names.missing(), names.unused()) == ((), ())
+    state = model.state_dict()
+    assert all(torch.equal(read_parameter(reader, names.reads(name), shapes[name]), state[name]) for name in shapes)
 
 
 def test_packed_weights_are_never_read_as_plain_ones(mixtral: tuple[Path, Any], tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_what_peft_does_not_load_is_no_target() -> None:
     shapes = {**layer, "model.layers.1.mixer.o_proj.weight": (4, 4)}
     found = {target.parameter for target in resolve(shapes, "all-linear", model_type="nemotron_h")}
     assert found == set(shapes) - {"model.layers.0.mixer.out_proj.weight"}
-    with pytest.raises(LegalityError, match=r"'out_proj' matches no adaptable parameter; .* in_proj, o_proj"):
+    with pytest.raises(LegalityError, match=r"'out_proj' names model.layers.0.mixer.out_proj.weight: fused kernels"):
         resolve(shapes, "out_proj", model_type="nemotron_h")
     assert {target.parameter for target in resolve(shapes, "all-linear", model_type="jamba")} == set(shapes)
 
@@ -178,3 +178,16 @@ def test_roles(parameter: str, rank: int, role: str) -> None:
 def test_scaling_text_is_the_exact_double(alpha: int, rank: int, stabilised: bool) -> None:
     expected = alpha / math.sqrt(rank) if stabilised else alpha / rank
     assert float(scaling(str(alpha), rank, stabilised)) == expected
+
+
+def test_a_matrix_of_groups_is_no_target() -> None:
+    """DeepSeek-V4's ``o_a_proj`` multiplies groups of its input: the role goes without it, its name is refused."""
+    layer = "model.layers.0.self_attn"
+    shapes = {f"{layer}.o_a_proj.weight": (8, 4), f"{layer}.o_b_proj.weight": (4, 8)}
+    found = {target.parameter for target in resolve(shapes, "attention", model_type="deepseek_v4")}
+    assert found == {f"{layer}.o_b_proj.weight"}
+    with pytest.raises(
+        LegalityError, match=r"target-left-out.*'o_a_proj' names .*o_a_proj.weight: it multiplies groups"
+    ):
+        resolve(shapes, "o_a_proj", model_type="deepseek_v4")
+    assert len(resolve(shapes, "attention", model_type="deepseek_v3")) == 2
