@@ -5,7 +5,8 @@ Legend: T tokens, R rows, H hidden.
 
 from __future__ import annotations
 
-import weakref
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +14,16 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwright.kernels import interpreter
 
 interpreter.install()
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "search_spaces"))
+
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from operators_seen import Live  # noqa: E402
 
 from shardwright.checkpoints.models.kimi_k3.residuals import ResidualMix  # noqa: E402
 from shardwright.kernels.attention_residual import cases, tuning  # noqa: E402
@@ -170,30 +173,6 @@ def test_what_a_sweep_times_is_right(case: Any, monkeypatch: pytest.MonkeyPatch)
         for produced, exact in outputs:
             assert bool(torch.isfinite(produced).all())
             assert torch.allclose(produced[-len(exact) :].double(), exact, rtol=1e-5, atol=1e-5)
-
-
-class Live(TorchDispatchMode):
-    """Bytes of storages made inside that are alive, and the most at any operator's end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            storage = value.untyped_storage() if isinstance(value, Tensor) else None
-            if storage is not None and storage._cdata not in self.known:
-                self.known.add(storage._cdata)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._let_go, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def _let_go(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.now -= size
 
 
 @pytest.mark.parametrize("rows", [2, 9])
