@@ -43,6 +43,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "latent_moe": {"T": 4096, "H": 7168, "L": 3584, "norms": 1},
     "attention_residual": {"T": 4096, "R": 9, "H": 7168},
     "residual_rows": {"T": 4096, "R": 9, "H": 7168, "S": 0},
+    "hyper_connection": {"T": 4096, "N": 4, "H": 4096, "S": 20},
     "situ": {"T": 4096, "I": 6144},
     "activation": {"T": 4096, "I": 768, "A": 2, "S": 4},
     "lora_linear": {"T": 4096, "H": 2048, "N": 4096, "r": 16},
@@ -57,12 +58,15 @@ FURTHER: tuple[tuple[str, dict[str, int]], ...] = (
     ("shared_expert", {**SHAPES["shared_expert"], "U": 1, "P": 1, "O": 1}),
     ("shared_expert", {**SHAPES["shared_expert"], "U": 2, "P": 1, "O": 1}),
     ("residual_rows", {**SHAPES["residual_rows"], "S": 1}),
+    ("residual_rows", {**SHAPES["residual_rows"], "S": 0, "apart": 1}),
     ("activation", {**SHAPES["activation"], "A": 1, "S": 2, "wide": 1}),
     ("lora_linear", {**SHAPES["lora_linear"], "E": 8}),
 )
 """Other forms of the same operators."""
 
-NOT_SIZES = frozenset({"channels", "pairing", "causal", "spelled", "wide", "U", "P", "O", "norms", "A", "S", "k", "K"})
+NOT_SIZES = frozenset(
+    {"channels", "pairing", "causal", "spelled", "wide", "apart", "U", "P", "O", "norms", "A", "S", "k", "K"}
+)
 """Sizes that name a form, or whose doubling another size bounds."""
 
 WAYS: list[tuple[str, str, dict[str, int]]] = [
