@@ -10,8 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardwright.kernels.attention_residual import op
 from shardwright.kernels.attention_residual.cost import cost
+from shardwright.kernels.attention_residual.launches import Kept, launch_backward, launch_forward
+from shardwright.kernels.attention_residual.op import compute_forward
 from shardwright.kernels.attention_residual.reference import attention_residual_reference
 from shardwright.kernels.cases import SweepCase, normal, normal_on_device
 from shardwright.kernels.launch import Launch, columns
@@ -51,22 +52,22 @@ def sweep_forward(H: int, dtype: torch.dtype, device: str, seed: int) -> Prepare
     y, kept = torch.empty_like(rows[0]), statistics(rows)
     tails = [row[-CHECKED:].double() for row in rows]
     exact = attention_residual_reference(tails, norm.double(), projection.double(), EPS)
-    return lambda at: op.launch_forward(rows, norm, projection, EPS, y, kept, at), [(y, exact)]
+    return lambda at: launch_forward(rows, norm, projection, EPS, y, kept, at), [(y, exact)]
 
 
 def sweep_backward(H: int, dtype: torch.dtype, device: str, seed: int) -> Prepared:
     rows, norm, projection, dy = drawn(H, dtype, device, seed)
-    y, kept = op.compute_forward(rows, norm, projection, EPS, True, None)
+    y, kept = compute_forward(rows, norm, projection, EPS, True, None)
     assert kept is not None and y.shape == dy.shape
     drows = [torch.empty_like(row) for row in rows]
     leaves = [row[-CHECKED:].double().requires_grad_() for row in rows]
     mixed = attention_residual_reference(leaves, norm.double(), projection.double(), EPS)
     exact = torch.autograd.grad(mixed, leaves, dy[-CHECKED:].double())
-    run = lambda at: op.launch_backward(dy, rows, norm, projection, kept, drows, None, at)  # noqa: E731
+    run = lambda at: launch_backward(dy, rows, norm, projection, kept, drows, None, at)  # noqa: E731
     return run, list(zip(drows, exact, strict=True))
 
 
-def statistics(rows: list[Tensor]) -> op.Kept:
+def statistics(rows: list[Tensor]) -> Kept:
     """Room for what a backward needs."""
     T = rows[0].shape[0]
     one, two, three = (torch.empty(size, device=rows[0].device) for size in ((ROWS, T), (ROWS, T), (T,)))
